@@ -1,0 +1,1 @@
+"""The experiments: each script here is one measurement."""

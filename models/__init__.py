@@ -1,0 +1,1 @@
+"""Model families: layers, one file a family, loaders, shipped heads."""
