@@ -28,6 +28,6 @@ class DataError(SpecdecError, ValueError):
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Ending for a message about an unknown `name`: the closest of `valid`, or '' if none is close."""
+    """Ends a message about an unknown `name` with the closest of `valid`; '' if none is close."""
     close = difflib.get_close_matches(name, list(valid), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""What every test process needs before torch or Triton is used, and the fixtures shared by files."""
+"""What every test process needs before torch or Triton is used, and shared fixtures."""
 
 import importlib.metadata
 import os
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _wandb_files_in_tmp(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keeps every file that wandb would leave in the home or working directory in a temporary one."""
+    """Files that wandb would leave in the home or working directory go to a temporary one."""
     root = tmp_path_factory.mktemp("wandb")
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         os.environ[name] = str(root)
