@@ -1,0 +1,91 @@
+"""What a model sees of one step: a ragged, padded batch; and what it gives back."""
+
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple
+
+from torch import Tensor
+
+NULL_BLOCK = 0  # reserved block: padding rows write here, no request ever owns it
+
+
+class AttentionGroup(NamedTuple):
+    """Requests of similar query length, padded to a rectangle for the torch attention."""
+
+    query_index: Tensor  # [g, q] batch row of each query; padding repeats the request's first row
+    block_tables: Tensor  # [g, m] blocks that cover the longest sequence of the group
+    mask: Tensor  # [g, q, m * block_size] True where a key is visible; never an all-False row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step, ragged over R requests and T rows (query tokens), N of which want logits.
+
+    A request's rows are consecutive. Rows past a request's real tokens are padding: id 0, position 0,
+    slot in `NULL_BLOCK`.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [R + 1] int64
+    seq_lens: Tensor  # [R] int64, tokens visible to the request's last real row
+    slot_mapping: Tensor  # [T] int64, block * block_size + offset
+    block_tables: Tensor  # [R, M] int64
+    logits_indices: Tensor  # [N] int64 batch rows
+    cu_num_logits: Tensor  # [R + 1] int64
+    request_slots: Tensor  # [R] int64 rows of State
+    row_valid: Tensor  # [T] bool, False on padding rows
+    groups: tuple[AttentionGroup, ...]  # covers every row exactly once, padding repeats aside
+    ancestor_mask: Tensor | None = None  # [T] int64 bit masks of tree ancestors
+
+
+class Cache(NamedTuple):
+    """Paged keys and values, one entry a layer; contents change only in `write_kv_`."""
+
+    keys: tuple[Tensor, ...]  # each [num_blocks, block_size, Hkv, D]
+    values: tuple[Tensor, ...]  # each [num_blocks, block_size, Hkv, Dv]
+
+
+class TargetOutput(NamedTuple):
+    hidden: Tensor  # [T, H] after the final norm
+    aux: tuple[Tensor, ...] = ()  # residual streams [T, H] that an Eagle-3 head asked for
+
+
+class DraftOutput(NamedTuple):
+    for_logits: Tensor  # [T, H] what the head's `logits` takes
+    recycle: Tensor  # [T, H] what the next draft step takes as hidden
+
+
+class VocabMap(NamedTuple):
+    """A reduced draft vocabulary. Draft id i stands for target id d2t[i]."""
+
+    d2t: Tensor  # [V_draft] int64 target ids, strictly increasing
+    t2d: Tensor  # [V] int64 draft id of each target id, -1 where there is none
+
+
+class Target(NamedTuple):
+    """A target model as pure functions that close over their parameters."""
+
+    config: Any
+    params: Any
+    forward: Callable[[Batch, Cache], TargetOutput]  # writes its rows' keys and values in the cache
+    logits: Callable[[Tensor], Tensor]  # [N, H] -> [N, V] in the model's dtype
+    new_cache: Callable[[int, int], Cache]  # (num_blocks, block_size)
+    vocab_size: int  # real ids; logits may be wider (padding columns are never drawn)
+    max_position: int
+    embed: Tensor  # [V, H], for heads that share it
+    lm_head: Tensor  # [V, H]
+
+
+class Draft(NamedTuple):
+    """A draft head: the same moves in every family (fuse, blocks, logits), chosen by its axes."""
+
+    config: Any
+    params: Any
+    features: Callable[[TargetOutput], Tensor]  # -> [T, H] hidden for the first draft step
+    forward: Callable[[Tensor, Tensor, Batch, Cache, int], DraftOutput]
+    # (input_ids [T], hidden [T, H], batch, cache, draft step) -> DraftOutput
+    logits: Callable[[Tensor, int], Tensor]  # ([n, H], draft step) -> [n, V_draft]
+    new_cache: Callable[[int, int], Cache]
+    vocab_size: int  # V_draft, real ids
+    vocab_map: VocabMap | None  # None: draft ids are target ids
+    max_position: int

@@ -1,0 +1,248 @@
+"""The engine: requests in, committed tokens out, one `step()` at a time."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from specdec.cache import BlockPool, blocks_for
+from specdec.errors import ConfigError, RequestError
+from specdec.models.batch import Draft, Target
+from specdec.schedule import Limits, Request, Requests, Sequence
+from specdec.state import FinishReason, Plan
+from specdec.step import Model, Stages, apply_plan_, decode_step, new_state
+from specdec.verify import traits_of
+
+
+class Round(NamedTuple):
+    """One decode step of one request, after trimming."""
+
+    drafted: int
+    accepted: int
+    committed: int
+
+
+class Output(NamedTuple):
+    """What one step gave one request."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    round: Round | None  # None for the step that ends a prefill: its token is not a verify round
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request. `token_ids` end with the end-of-sequence id when that ended it."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    rounds: tuple[Round, ...]
+    seconds: float
+
+
+class Engine:
+    """Owns State, caches and queues; used from one thread.
+
+    Args:
+        stages: the four bound stages.
+        limits: sizes reserved now; nothing grows later.
+        draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of draft
+            logits when the verify rule wants draft probabilities.
+
+    Raises:
+        ConfigError: when the sizes cannot serve even one request.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        stages: Stages,
+        limits: Limits,
+        *,
+        eos_token_ids: tuple[int, ...],
+        draft_sampling: str = "greedy",
+    ):
+        self.stages, self.limits = stages, limits
+        per_request = limits.max_model_len + limits.max_draft_tokens
+        if blocks_for(per_request, limits.block_size) > limits.num_blocks - 1:
+            raise ConfigError(
+                f"{limits.num_blocks} cache blocks of {limits.block_size} do not hold one request of "
+                f"{per_request} tokens; raise num_blocks or lower the model length"
+            )
+        if limits.max_num_batched_tokens < limits.max_draft_tokens + 1:
+            raise ConfigError(
+                f"schedule.max_num_batched_tokens={limits.max_num_batched_tokens} is below the "
+                f"{limits.max_draft_tokens + 1} rows of one verify round; raise it"
+            )
+        weight = target.lm_head
+        wants_q = traits_of(stages.verify).wants_draft_probs and draft_sampling == "sample"
+        self.state = new_state(
+            limits.max_num_seqs,
+            limits.max_model_len,
+            limits.max_draft_tokens,
+            limits.block_size,
+            eos_token_ids,
+            _logits_width(draft, weight) if draft is not None and wants_q else 0,
+            weight.dtype,
+            weight.device,
+        )
+        self.target = Model(target, target.new_cache(limits.num_blocks, limits.block_size))
+        self.draft = None
+        if draft is not None:
+            self.draft = Model(draft, draft.new_cache(limits.num_blocks, limits.block_size))
+        self.pool = BlockPool(limits.num_blocks)
+        self.free_slots = list(range(limits.max_num_seqs))[::-1]
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._next_id = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> int:
+        """Queue a request.
+
+        Raises:
+            RequestError: for an empty prompt, one as long as the context, or ids past the vocabulary.
+        """
+        length, limit = len(request.prompt_ids), self.limits.max_model_len
+        if length == 0:
+            raise RequestError("the prompt has no tokens; give at least one")
+        if length >= limit:
+            raise RequestError(
+                f"the prompt has {length} tokens and the context holds {limit}; shorten the prompt"
+            )
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens={request.max_tokens} must be at least 1")
+        vocab_size = self.target.model.vocab_size
+        worst = max(request.prompt_ids, key=lambda t: t if t >= 0 else vocab_size - t)
+        if not 0 <= worst < vocab_size:
+            raise RequestError(f"prompt token id {worst} is outside the vocabulary of {vocab_size}")
+        request_id = self._next_id
+        self._next_id += 1
+        max_len = min(length + request.max_tokens, limit)
+        self.waiting.append(Sequence(request_id, request, max_len, list(request.prompt_ids)))
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request; its slot and blocks are free for the next plan. Unknown ids are ignored."""
+        self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
+        for sequence in [s for s in self.running if s.request_id == request_id]:
+            self._release_(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Plan, run and read back one step."""
+        requests = Requests(self.running, self.waiting, self.free_slots, self.pool.free)
+        plan = self.stages.schedule(requests, self.limits)
+        self._book_(plan)
+        if not plan.slots:
+            return []
+        apply_plan_(self.state, plan)
+        committed, num_drafts = decode_step(
+            self.state, plan, self.target, self.draft, self.stages, self.limits.block_size
+        )
+        counts = (
+            committed.num_committed,
+            committed.num_accepted,
+            committed.num_drafted,
+            committed.num_computed_tokens,
+            committed.finish_reason,
+            num_drafts,
+        )
+        packed = torch.cat([committed.token_ids, torch.stack(counts, dim=1)], dim=1)
+        return self._collect_(plan, packed.tolist())
+
+    def _book_(self, plan: Plan) -> None:
+        """Carry the plan out in the host's books."""
+        blocks = self.pool.take_(len(plan.new_blocks))
+        for admission in plan.admissions:
+            sequence = self.waiting.popleft()
+            sequence.slot = self.free_slots.pop()
+            assert sequence.slot == admission.slot
+            self.running.append(sequence)
+        by_slot = {s.slot: s for s in self.running}
+        for (slot, _, _), block in zip(plan.new_blocks, blocks):
+            by_slot[slot].blocks.append(block)
+        for slot in plan.preempted:
+            sequence = by_slot[slot]
+            self._release_(sequence)
+            sequence.num_computed = sequence.num_drafts = 0
+            self.waiting.appendleft(sequence)
+            self.num_preemptions += 1
+
+    def _release_(self, sequence: Sequence) -> None:
+        self.pool.release_(sequence.blocks)
+        self.free_slots.append(sequence.slot)
+        self.running.remove(sequence)
+        sequence.blocks, sequence.slot = [], -1
+
+    def _collect_(self, plan: Plan, rows: list[list[int]]) -> list[Output]:
+        by_slot = {s.slot: s for s in self.running}
+        outputs = []
+        for slot, num_logits, row in zip(plan.slots, plan.num_logits, rows):
+            sequence = by_slot[slot]
+            kept, accepted, drafted, computed, reason, num_drafts = row[-6:]
+            # A prefill ends in a step that recomputed prompt tokens: its token is no verify round.
+            is_round = len(sequence.token_ids) - sequence.num_computed == 1
+            tokens = tuple(row[:kept])
+            sequence.token_ids.extend(tokens)
+            sequence.num_computed, sequence.num_drafts = computed, num_drafts
+            finish = None if reason == 0 else FinishReason(reason).name.lower()
+            if finish:
+                self._release_(sequence)
+            if num_logits:
+                verified = Round(drafted, accepted, kept) if is_round else None
+                outputs.append(Output(sequence.request_id, tokens, verified, finish))
+        return outputs
+
+
+def _logits_width(draft: Draft, weight: torch.Tensor) -> int:
+    return draft.logits(weight.new_zeros(1, weight.shape[1]), 0).shape[1]
+
+
+def generate(
+    engine: Engine,
+    requests: Iterable[Request],
+    on_output: Callable[[Output], None] | None = None,
+) -> list[Result]:
+    """Run requests to their end with continuous batching; results in the order of the requests.
+
+    `seconds` of a result run from its first token's step to its last.
+    """
+    ids = [(engine.add(request), request) for request in requests]
+    tokens: dict[int, list[int]] = {i: [] for i, _ in ids}
+    rounds: dict[int, list[Round]] = {i: [] for i, _ in ids}
+    first: dict[int, float] = {}
+    ended: dict[int, tuple[str, float]] = {}
+    while engine.has_unfinished:
+        began = time.perf_counter()
+        for output in engine.step():
+            first.setdefault(output.request_id, began)
+            tokens[output.request_id].extend(output.token_ids)
+            if output.round is not None:
+                rounds[output.request_id].append(output.round)
+            if output.finish_reason:
+                ended[output.request_id] = (output.finish_reason, time.perf_counter())
+            if on_output is not None:
+                on_output(output)
+    return [
+        Result(
+            request_id=i,
+            prompt_ids=request.prompt_ids,
+            token_ids=tuple(tokens[i]),
+            finish_reason=ended[i][0],
+            rounds=tuple(rounds[i]),
+            seconds=ended[i][1] - first[i],
+        )
+        for i, request in ids
+    ]

@@ -1,0 +1,50 @@
+"""Proposers: `propose(state, batch, committed, out, draft, *, num_draft_tokens, ...) -> Drafts`.
+
+`committed` is not in State yet when a proposer runs. The engine passes `num_draft_tokens` of the plan;
+drafts of requests that finished, or that are still prefilling, are dropped by `commit_`.
+"""
+
+import torch
+from torch import Tensor
+
+from specdec.models.batch import Batch
+from specdec.state import PLACEHOLDER_TOKEN_ID, Committed, Drafts, State
+
+
+def no_drafts(num_requests: int, device: torch.device) -> Drafts:
+    """Nothing proposed for any request (K = 0 columns)."""
+    return Drafts(
+        token_ids=torch.full((num_requests, 0), PLACEHOLDER_TOKEN_ID, device=device),
+        is_delta=torch.ones((num_requests, 0), dtype=torch.bool, device=device),
+        num_drafts=torch.zeros(num_requests, dtype=torch.int64, device=device),
+    )
+
+
+def texts_after(state: State, batch: Batch, committed: Committed) -> Tensor:
+    """Token ids [R, L + K + 1] as they will stand after `commit_`; past num_tokens is scratch."""
+    slots = batch.request_slots
+    text = state.token_ids[slots]
+    width = committed.token_ids.shape[1]
+    column = state.num_tokens[slots, None] + torch.arange(width, device=slots.device)
+    kept = committed.token_ids >= 0
+    return text.scatter(1, column, torch.where(kept, committed.token_ids, text.gather(1, column)))
+
+
+def next_token_ids(state: State, batch: Batch, committed: Committed) -> Tensor:
+    """The token after each batch row [T]: ids shifted left by one.
+
+    The last real row of a request takes the newly committed token; at the end of a non-final prefill
+    chunk it takes the known next prompt token. Rows of rejected drafts and padding hold any valid id.
+    """
+    num_rows = batch.input_ids.shape[0]
+    lens = batch.query_start.diff()
+    request = torch.repeat_interleave(
+        torch.arange(len(lens), device=lens.device), lens, output_size=num_rows
+    )
+    slots = batch.request_slots[request]
+    following = batch.positions + 1
+    known = state.token_ids[slots, following]
+    index = following - state.num_tokens[slots]
+    width = committed.token_ids.shape[1]
+    fresh = committed.token_ids[request, index.clamp(0, width - 1)].clamp(min=0)
+    return torch.where((index >= 0) & (index < width), fresh, known)

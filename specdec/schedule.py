@@ -1,0 +1,186 @@
+"""The scheduler: which rows run in the next step. Host code; it reads no device tensor.
+
+There is no prefill phase and no decode phase: a request's `num_computed_tokens` catches up with its
+prompt + output + drafts, within a token budget (seed text, section 9.1).
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from specdec.cache import blocks_for
+from specdec.state import GREEDY_EPSILON, Admission, Plan
+
+_MAX_PADDING = 2.0  # a group's longest sequence over its shortest
+_MIN_GROUP = 32  # requests below which a group is not worth splitting
+
+
+class Limits(NamedTuple):
+    """Sizes fixed when the engine is built."""
+
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int  # rows a step
+    max_model_len: int  # prompt + output of one request
+    block_size: int
+    num_blocks: int
+    max_draft_tokens: int  # K_max: lookahead slots of every request
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for. `top_k = 0`, `top_p = 1`, `min_p = 0` are neutral."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The host's view of a request; the engine alone changes it."""
+
+    request_id: int
+    request: Request
+    max_len: int
+    token_ids: list[int]
+    num_computed: int = 0
+    num_drafts: int = 0
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_pending(self) -> int:
+        """Rows that would bring the cache up to prompt + output + drafts."""
+        return len(self.token_ids) + self.num_drafts - self.num_computed
+
+
+class Requests(NamedTuple):
+    """What the scheduler may look at."""
+
+    running: Seq[Sequence]  # oldest first
+    waiting: Seq[Sequence]  # in order of arrival
+    free_slots: Seq[int]  # taken from the end
+    free_blocks: Seq[int]  # taken from the end
+
+
+def schedule(
+    requests: Requests,
+    limits: Limits,
+    *,
+    num_draft_tokens: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> Plan:
+    """Plan one step: decoding rows first, then running prefills, then new requests.
+
+    A request gets blocks for its rows plus K lookahead slots. When none are left, the youngest running
+    request is preempted (its drafts are dropped, its tokens recomputed later) and the starved one waits
+    a step. A decoding request runs with all of its K + 1 rows or not at all.
+
+    Returns:
+        A Plan; empty `slots` means that nothing can run.
+    """
+    budget = max_num_batched_tokens
+    blocks_taken = 0
+    scheduled: list[tuple[Sequence, int, int]] = []  # (sequence, slot, rows)
+    admissions: list[Admission] = []
+    new_blocks: list[tuple[int, int, int]] = []
+    preempted: set[int] = set()
+
+    def reserve(sequence: Sequence, slot: int, rows: int) -> bool:
+        nonlocal blocks_taken, budget
+        last = min(sequence.num_computed + rows, sequence.max_len) + num_draft_tokens
+        missing = max(0, blocks_for(last, limits.block_size) - len(sequence.blocks))
+        if missing > len(requests.free_blocks) - blocks_taken:
+            return False
+        for i in range(missing):
+            block = requests.free_blocks[-1 - blocks_taken - i]
+            new_blocks.append((slot, len(sequence.blocks) + i, block))
+        blocks_taken += missing
+        scheduled.append((sequence, slot, rows))
+        budget -= rows
+        return True
+
+    decoding = [s for s in requests.running if len(s.token_ids) - s.num_computed == 1]
+    prefilling = [s for s in requests.running if len(s.token_ids) - s.num_computed > 1]
+    for sequence in decoding + prefilling:
+        rows = min(sequence.num_pending, budget)
+        whole = rows == sequence.num_pending or not sequence.num_drafts
+        if rows <= 0 or not whole or sequence.slot in preempted:
+            continue
+        if not reserve(sequence, sequence.slot, rows):
+            busy = {slot for _, slot, _ in scheduled} | preempted
+            victims = [s.slot for s in requests.running[1:] if s.slot not in busy]
+            preempted.update(victims[-1:])
+
+    for sequence in requests.waiting if not preempted else ():
+        num_running = len(requests.running) + len(admissions)
+        rows = min(sequence.num_pending, budget)
+        if rows <= 0 or num_running >= min(max_num_seqs, limits.max_num_seqs):
+            break
+        slot = requests.free_slots[-1 - len(admissions)]
+        if not reserve(sequence, slot, rows):
+            break
+        admissions.append(_admission(sequence, slot))
+
+    scheduled.sort(key=lambda x: (_bucket(x[2]), len(x[0].token_ids)))
+    query_lens = tuple(rows for _, _, rows in scheduled)
+    seq_lens = tuple(s.num_computed + rows + num_draft_tokens for s, _, rows in scheduled)
+    return Plan(
+        admissions=tuple(admissions),
+        slots=tuple(slot for _, slot, _ in scheduled),
+        query_lens=query_lens,
+        num_logits=tuple(s.num_drafts + 1 if n == s.num_pending else 0 for s, _, n in scheduled),
+        groups=_groups(query_lens, seq_lens),
+        new_blocks=tuple(new_blocks),
+        preempted=tuple(sorted(preempted)),
+        num_draft_tokens=num_draft_tokens,
+        all_greedy=all(s.request.temperature < GREEDY_EPSILON for s, _, _ in scheduled),
+        filters=any(_has_filters(s.request) for s, _, _ in scheduled),
+    )
+
+
+def _admission(sequence: Sequence, slot: int) -> Admission:
+    request = sequence.request
+    return Admission(
+        slot=slot,
+        token_ids=torch.tensor(sequence.token_ids, dtype=torch.int64),
+        prompt_len=len(request.prompt_ids),
+        max_len=sequence.max_len,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def _has_filters(request: Request) -> bool:
+    return request.top_k > 0 or request.top_p < 1 or request.min_p > 0
+
+
+def _bucket(rows: int) -> int:
+    """Queries of up to 16 rows share a bucket; longer ones are grouped by powers of two."""
+    return max(4, (rows - 1).bit_length())
+
+
+def _groups(query_lens: Seq[int], seq_lens: Seq[int]) -> tuple[tuple[int, int, int], ...]:
+    """Split the ordered requests where padding to a rectangle would waste more than half."""
+    groups: list[tuple[int, int, int]] = []
+    start = 0
+    for i in range(1, len(query_lens) + 1):
+        ends = i == len(query_lens) or _bucket(query_lens[i]) != _bucket(query_lens[start])
+        if not ends and seq_lens[i] > _MAX_PADDING * seq_lens[start]:
+            ends = i - start >= _MIN_GROUP
+        if ends:
+            groups.append((i - start, max(query_lens[start:i]), max(seq_lens[start:i])))
+            start = i
+    return tuple(groups)

@@ -1,0 +1,171 @@
+"""The records of a step. All are frozen and born complete; a tensor's contents change only in
+`apply_plan_`, `commit_` and named cache writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from specdec.models.batch import VocabMap
+
+PLACEHOLDER_TOKEN_ID = -1  # no draft here; always rejected without a read
+GREEDY_EPSILON = 1e-5  # temperatures below are greedy everywhere
+INVALID_TOKEN_ID = -2  # drawn from a row that holds no distribution (all NaN)
+
+
+class FinishReason(IntEnum):
+    RUNNING = 0
+    STOP = 1  # an end-of-sequence token was committed
+    LENGTH = 2  # max_tokens or the context's end
+    ERROR = 3  # the target's row was not finite
+    ABORT = 4
+
+
+@dataclass(frozen=True)
+class State:
+    """One row a slot, S slots, on the device. L: longest sequence, K: most drafts, M: blocks a row."""
+
+    token_ids: Tensor  # [S, L + K + 1] int64, prompt then committed output; the tail is scratch
+    prompt_len: Tensor  # [S] int64
+    max_len: Tensor  # [S] int64, the request ends when num_tokens reaches it
+    num_tokens: Tensor  # [S] int64, prompt + committed output; the last one is not yet computed
+    num_computed_tokens: Tensor  # [S] int64, rows whose keys and values are in the cache
+    draft_token_ids: Tensor  # [S, K] int64, pending drafts, padded with PLACEHOLDER_TOKEN_ID
+    draft_is_delta: Tensor  # [S, K] bool, True where the proposal is one-hot
+    num_drafts: Tensor  # [S] int64
+    q_logits: Tensor  # [S, K, V_draft], written by propose; V_draft = 0 when no rule wants q
+    q_max: Tensor  # [S, K] fp32
+    q_cutoff: Tensor  # [S, K] fp32
+    q_lse: Tensor  # [S, K] fp32
+    q_inv_temperature: Tensor  # [S] fp32
+    temperature: Tensor  # [S] fp32
+    top_k: Tensor  # [S] int64, 0: off
+    top_p: Tensor  # [S] fp32
+    min_p: Tensor  # [S] fp32
+    seeds: Tensor  # [S] int64
+    ignore_eos: Tensor  # [S] bool
+    block_tables: Tensor  # [S, M] int64
+    finish_reason: Tensor  # [S] int64, FinishReason
+    generation: Tensor  # [S] int64, counts the requests that held the slot
+    eos_token_ids: Tensor  # [E] int64, the model's end-of-sequence ids
+
+
+@dataclass(frozen=True)
+class DraftDist:
+    """q, exactly the distributions that the drafts were sampled from, in the draft's vocabulary.
+
+    Scaled logit x = (logit - max) * inv_temperature; kept where x >= cutoff; q = exp(x - lse).
+    """
+
+    logits: Tensor  # [S, K, V_draft]
+    max: Tensor  # [S, K] fp32
+    cutoff: Tensor  # [S, K] fp32
+    lse: Tensor  # [S, K] fp32
+    inv_temperature: Tensor  # [S] fp32
+    slots: Tensor  # [R] int64, row of each request in the buffers above
+    vocab_map: VocabMap | None
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Pending proposals of R requests."""
+
+    token_ids: Tensor  # [R, K] int64 target ids, padded with PLACEHOLDER_TOKEN_ID
+    is_delta: Tensor  # [R, K] bool
+    num_drafts: Tensor  # [R] int64
+    q: DraftDist | None = None  # None: every proposal is one-hot
+    parents: Tensor | None = None  # [R, K] tree parents; None: a chain
+
+
+@dataclass(frozen=True)
+class TargetDist:
+    """The target's distribution at N rows, as logits plus what turns them into probabilities.
+
+    Scaled logit x = (logit - max) * inv_temperature over real ids; kept where x >= cutoff;
+    p = exp(x - lse). A greedy row is one-hot at `argmax`. A row with no finite maximum is invalid.
+    """
+
+    logits: Tensor  # [N, V] as produced
+    max: Tensor  # [N] fp32
+    inv_temperature: Tensor  # [N] fp32
+    cutoff: Tensor  # [N] fp32, -inf keeps all
+    lse: Tensor  # [N] fp32, over kept ids
+    greedy: Tensor  # [N] bool
+    argmax: Tensor  # [N] int64, lowest id on ties; INVALID_TOKEN_ID on an invalid row
+    cu_num_logits: Tensor  # [R + 1] int64; request r owns rows cu[r] .. cu[r + 1] - 1
+    batch_rows: Tensor  # [N] int64, the batch row behind each
+    vocab_size: int  # ids at or past it have probability 0
+
+    def probs(self, rows: Tensor | None = None) -> Tensor:
+        """Probabilities [n, V] fp32 of the given rows ([n] int64; all when None): the definition."""
+        from specdec.sampling import target_probs
+
+        return target_probs(self, rows)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a rule decided. Counts are 0 for a request without logits rows (a prefill chunk)."""
+
+    token_ids: Tensor  # [R, K + 1] accepted drafts, then the recovered or bonus token, then -1
+    rows: Tensor  # [R, K + 1] batch row behind each committed token (the one that predicted it)
+    num_accepted: Tensor  # [R] drafts only, in [0, K]
+    num_sampled: Tensor  # [R] num_accepted + 1, or 0
+    num_rejected: Tensor  # [R] num_drafts - num_accepted, or 0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What postprocess let stand of a verification: trimmed by EOS, length and errors."""
+
+    token_ids: Tensor  # [R, K + 1] padded with -1
+    num_committed: Tensor  # [R]
+    num_accepted: Tensor  # [R] accepted drafts among the committed tokens
+    num_drafted: Tensor  # [R] drafts that were verified
+    num_tokens: Tensor  # [R] new prompt + output length
+    num_computed_tokens: Tensor  # [R]
+    last_rows: (
+        Tensor  # [R] batch row that predicted the last committed token (or a chunk's last row)
+    )
+    finish_reason: Tensor  # [R] FinishReason
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request entering a slot: what apply_plan_ writes in its row."""
+
+    slot: int
+    token_ids: Tensor  # [n] int64 on the host: prompt, and output so far after a preemption
+    prompt_len: int
+    max_len: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host decided for one step; it was made without reading a device tensor."""
+
+    admissions: tuple[Admission, ...]
+    slots: tuple[int, ...]  # R slots, short queries first
+    query_lens: tuple[int, ...]  # rows reserved for each request, an upper bound
+    num_logits: tuple[int, ...]  # logits rows reserved for each, 0 for a non-final prefill chunk
+    groups: tuple[tuple[int, int, int], ...]  # (requests, longest query, longest sequence) in order
+    new_blocks: tuple[tuple[int, int, int], ...]  # (slot, column, block id)
+    preempted: tuple[int, ...]  # slots whose request goes back to the queue
+    num_draft_tokens: int  # drafts to propose after this step
+    all_greedy: bool  # no request of the step samples
+    filters: bool  # some request uses top-k, top-p or min-p
+
+
+def draft_slots(drafts: Drafts) -> Tensor:
+    """[R, K] True where a draft is pending."""
+    index = torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device)
+    return index[None, :] < drafts.num_drafts[:, None]

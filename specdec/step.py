@@ -1,0 +1,310 @@
+"""One step on the device: ordinary functions over records, no host synchronisation inside.
+
+prepare -> target.forward -> process_logits -> verify -> postprocess -> propose -> commit_
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.keys import Keys
+from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Cache, Draft, Target
+from specdec.sampling import process_logits
+from specdec.state import (
+    PLACEHOLDER_TOKEN_ID,
+    Committed,
+    DraftDist,
+    Drafts,
+    FinishReason,
+    Plan,
+    State,
+)
+
+
+class Stages(NamedTuple):
+    """The four stages, each a function bound to its configuration."""
+
+    schedule: Callable
+    verify: Callable
+    postprocess: Callable
+    propose: Callable
+
+
+class Model(NamedTuple):
+    """A target or a draft with the cache it writes."""
+
+    model: Target | Draft
+    cache: Cache
+
+
+def decode_step(
+    state: State,
+    plan: Plan,
+    target: Model,
+    draft: Model | None,
+    stages: Stages,
+    block_size: int,
+) -> tuple[Committed, Tensor]:
+    """Run a plan's rows through the target, verify, and propose the next drafts.
+
+    Returns:
+        What was committed, and the number of drafts pending afterwards [R].
+    """
+    batch = prepare(state, plan, block_size)
+    out = target.model.forward(batch, target.cache)
+    logits = target.model.logits(out.hidden[batch.logits_indices])
+    dist = process_logits(
+        logits,
+        state,
+        batch,
+        vocab_size=target.model.vocab_size,
+        all_greedy=plan.all_greedy,
+        filters=plan.filters,
+    )
+    verification = stages.verify(dist, pending_drafts(state, batch, draft), keys(state, batch))
+    committed = stages.postprocess(state, batch, verification)
+    drafts = stages.propose(
+        state, batch, committed, out, draft, num_draft_tokens=plan.num_draft_tokens
+    )
+    return committed, commit_(state, batch, committed, drafts)
+
+
+def new_state(
+    num_slots: int,
+    max_len: int,
+    max_draft_tokens: int,
+    block_size: int,
+    eos_token_ids: tuple[int, ...],
+    draft_vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> State:
+    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities."""
+
+    def ints(*shape: int, value: int = 0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int64, device=device)
+
+    def floats(*shape: int, value: float = 0.0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.float32, device=device)
+
+    slots, k = num_slots, max_draft_tokens
+    columns = -(-(max_len + 2 * k + 1) // block_size)
+    return State(
+        token_ids=ints(slots, max_len + k + 1),
+        prompt_len=ints(slots),
+        max_len=ints(slots),
+        num_tokens=ints(slots),
+        num_computed_tokens=ints(slots),
+        draft_token_ids=ints(slots, k, value=PLACEHOLDER_TOKEN_ID),
+        draft_is_delta=torch.ones(slots, k, dtype=torch.bool, device=device),
+        num_drafts=ints(slots),
+        q_logits=torch.zeros(slots, k, draft_vocab_size, dtype=dtype, device=device),
+        q_max=floats(slots, k),
+        q_cutoff=floats(slots, k, value=float("-inf")),
+        q_lse=floats(slots, k),
+        q_inv_temperature=floats(slots, value=1.0),
+        temperature=floats(slots),
+        top_k=ints(slots),
+        top_p=floats(slots, value=1.0),
+        min_p=floats(slots),
+        seeds=ints(slots),
+        ignore_eos=torch.zeros(slots, dtype=torch.bool, device=device),
+        block_tables=ints(slots, columns, value=NULL_BLOCK),
+        finish_reason=ints(slots),
+        generation=ints(slots),
+        eos_token_ids=torch.tensor(eos_token_ids, dtype=torch.int64, device=device),
+    )
+
+
+def apply_plan_(state: State, plan: Plan) -> None:
+    """Write what the plan brings into State: admitted requests, new blocks, preemptions."""
+    device = state.token_ids.device
+    if plan.preempted:
+        slots = torch.tensor(plan.preempted, device=device)
+        state.num_drafts[slots] = 0
+        state.draft_token_ids[slots] = PLACEHOLDER_TOKEN_ID
+    if plan.admissions:
+        _admit_(state, plan)
+    if plan.new_blocks:
+        slots, columns, blocks = torch.tensor(plan.new_blocks, device=device).unbind(1)
+        state.block_tables[slots, columns] = blocks
+
+
+def _admit_(state: State, plan: Plan) -> None:
+    device = state.token_ids.device
+    admitted = plan.admissions
+    slots = torch.tensor([a.slot for a in admitted], device=device)
+    lengths = [len(a.token_ids) for a in admitted]
+    ids = torch.nn.utils.rnn.pad_sequence([a.token_ids for a in admitted], batch_first=True)
+    state.token_ids[slots, : ids.shape[1]] = ids.to(device)
+    integers = {
+        "prompt_len": [a.prompt_len for a in admitted],
+        "max_len": [a.max_len for a in admitted],
+        "num_tokens": lengths,
+        "top_k": [a.top_k for a in admitted],
+        "seeds": [a.seed for a in admitted],
+    }
+    floats = {
+        "temperature": [a.temperature for a in admitted],
+        "top_p": [a.top_p for a in admitted],
+        "min_p": [a.min_p for a in admitted],
+    }
+    for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
+        rows = torch.tensor(list(names.values()), dtype=dtype).to(device)
+        for name, row in zip(names, rows):
+            getattr(state, name)[slots] = row
+    state.ignore_eos[slots] = torch.tensor([a.ignore_eos for a in admitted]).to(device)
+    state.num_computed_tokens[slots] = 0
+    state.num_drafts[slots] = 0
+    state.finish_reason[slots] = int(FinishReason.RUNNING)
+    state.generation[slots] += 1
+
+
+def prepare(state: State, plan: Plan, block_size: int) -> Batch:
+    """Exact ids, positions and slots of the planned rows, from the device's own counts.
+
+    The plan's row counts are upper bounds: rows past a request's real tokens become padding.
+    """
+    device = state.token_ids.device
+    num_requests, num_rows = len(plan.slots), sum(plan.query_lens)
+    num_logits = sum(plan.num_logits)
+    host = torch.tensor([plan.slots, plan.query_lens, plan.num_logits], dtype=torch.int64)
+    slots, query_lens, logits_lens = host.to(device)
+    query_start = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
+    cu_num_logits = torch.nn.functional.pad(logits_lens.cumsum(0), (1, 0))
+
+    request = torch.repeat_interleave(
+        torch.arange(num_requests, device=device), query_lens, output_size=num_rows
+    )
+    offset = torch.arange(num_rows, device=device) - query_start[request]
+    row_slots = slots[request]
+    num_tokens, computed = state.num_tokens[slots], state.num_computed_tokens[slots]
+    total = num_tokens + state.num_drafts[slots]
+    positions = computed[request] + offset
+    valid = positions < total[request]
+    positions = torch.where(valid, positions, 0)
+    draft_index = positions - num_tokens[request]
+    input_ids = state.token_ids[row_slots, positions]
+    if state.draft_token_ids.shape[1]:
+        drafts = state.draft_token_ids[row_slots, draft_index.clamp(min=0)].clamp(min=0)
+        input_ids = torch.where(draft_index >= 0, drafts, input_ids)
+    input_ids = torch.where(valid, input_ids, 0)
+    block_tables = state.block_tables[slots]
+    slot_mapping = slot_of(block_tables, request, positions, block_size)
+
+    logits_request = torch.repeat_interleave(
+        torch.arange(num_requests, device=device), logits_lens, output_size=num_logits
+    )
+    logits_offset = torch.arange(num_logits, device=device) - cu_num_logits[logits_request]
+    first_row = query_start[:-1] + num_tokens - 1 - computed
+    last_row = query_start[1:] - 1
+    logits_indices = first_row[logits_request] + logits_offset
+
+    return Batch(
+        input_ids=input_ids,
+        positions=positions,
+        query_start=query_start,
+        seq_lens=torch.minimum(computed + query_lens, total),
+        slot_mapping=torch.where(valid, slot_mapping, NULL_BLOCK * block_size),
+        block_tables=block_tables,
+        logits_indices=torch.minimum(logits_indices, last_row[logits_request]),
+        cu_num_logits=cu_num_logits,
+        request_slots=slots,
+        row_valid=valid,
+        groups=_groups(plan, query_start, query_lens, positions, block_tables, block_size),
+    )
+
+
+def slot_of(block_tables: Tensor, request: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Cache slot [T] of each position, through its request's row of block_tables [R, M]."""
+    block = block_tables[request, torch.div(positions, block_size, rounding_mode="floor")]
+    return block * block_size + positions % block_size
+
+
+def _groups(
+    plan: Plan,
+    query_start: Tensor,
+    query_lens: Tensor,
+    positions: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[AttentionGroup, ...]:
+    groups = []
+    bounds = [0, *accumulate(size for size, _, _ in plan.groups)]
+    for (_, max_query, max_seq), start, end in zip(plan.groups, bounds, bounds[1:]):
+        column = torch.arange(max_query, device=positions.device)[None, :]
+        column = torch.where(column < query_lens[start:end, None], column, 0)
+        query_index = query_start[start:end, None] + column
+        tables = block_tables[start:end, : -(-max_seq // block_size)]
+        groups.append(attention_group(query_index, positions, tables, block_size))
+    return tuple(groups)
+
+
+def attention_group(
+    query_index: Tensor, positions: Tensor, block_tables: Tensor, block_size: int
+) -> AttentionGroup:
+    """Causal visibility of each query's own sequence; position 0 is always visible, so that padding
+    rows attend to something finite."""
+    key_positions = torch.arange(block_tables.shape[1] * block_size, device=positions.device)
+    mask = key_positions[None, None, :] <= positions[query_index][:, :, None]
+    return AttentionGroup(query_index, block_tables, mask)
+
+
+def pending_drafts(state: State, batch: Batch, draft: Model | None) -> Drafts:
+    """The drafts that this step's rows verify, with q where it was kept."""
+    slots = batch.request_slots
+    q = None
+    if draft is not None and state.q_logits.shape[2]:
+        q = DraftDist(
+            logits=state.q_logits,
+            max=state.q_max,
+            cutoff=state.q_cutoff,
+            lse=state.q_lse,
+            inv_temperature=state.q_inv_temperature,
+            slots=slots,
+            vocab_map=draft.model.vocab_map,
+        )
+    return Drafts(
+        token_ids=state.draft_token_ids[slots],
+        is_delta=state.draft_is_delta[slots],
+        num_drafts=state.num_drafts[slots],
+        q=q,
+    )
+
+
+def keys(state: State, batch: Batch) -> Keys:
+    """A round starts at the position of its first draft, the committed length."""
+    slots = batch.request_slots
+    return Keys(state.seeds[slots], state.num_tokens[slots])
+
+
+def commit_(state: State, batch: Batch, committed: Committed, drafts: Drafts) -> Tensor:
+    """Write the step's outcome; drafts that could not be committed before `max_len` are dropped.
+
+    Returns:
+        Drafts now pending [R].
+    """
+    slots = batch.request_slots
+    width = committed.token_ids.shape[1]
+    column = state.num_tokens[slots, None] + torch.arange(width, device=slots.device)
+    kept = committed.token_ids >= 0
+    old = state.token_ids[slots[:, None], column]
+    state.token_ids[slots[:, None], column] = torch.where(kept, committed.token_ids, old)
+    state.num_tokens[slots] = committed.num_tokens
+    state.num_computed_tokens[slots] = committed.num_computed_tokens
+    state.finish_reason[slots] = committed.finish_reason
+
+    k = state.draft_token_ids.shape[1]
+    room = state.max_len[slots] - committed.num_tokens - 1
+    going = (committed.num_committed > 0) & (committed.finish_reason == 0)
+    num_drafts = torch.minimum(drafts.num_drafts, room).clamp(min=0) * going
+    pad = k - drafts.token_ids.shape[1]
+    token_ids = torch.nn.functional.pad(drafts.token_ids, (0, pad), value=PLACEHOLDER_TOKEN_ID)
+    pending = torch.arange(k, device=slots.device)[None, :] < num_drafts[:, None]
+    state.draft_token_ids[slots] = torch.where(pending, token_ids, PLACEHOLDER_TOKEN_ID)
+    state.draft_is_delta[slots] = torch.nn.functional.pad(drafts.is_delta, (0, pad), value=True)
+    state.num_drafts[slots] = num_drafts
+    return num_drafts
