@@ -1,7 +1,8 @@
 """What a model sees of one step: a ragged, padded batch; and what it gives back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +21,8 @@ class AttentionGroup(NamedTuple):
 class Batch:
     """One step, ragged over R requests and T rows (query tokens), N of which want logits.
 
-    A request's rows are consecutive. Rows past a request's real tokens are padding: id 0, position 0,
-    slot in `NULL_BLOCK`.
+    A request's rows are consecutive. Rows past a request's real tokens are padding: id 0,
+    position 0, slot in `NULL_BLOCK`.
     """
 
     input_ids: Tensor  # [T] int64

@@ -52,8 +52,8 @@ class Engine:
     Args:
         stages: the four bound stages.
         limits: sizes reserved now; nothing grows later.
-        draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of draft
-            logits when the verify rule wants draft probabilities.
+        draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of
+            draft logits when the verify rule wants draft probabilities.
 
     Raises:
         ConfigError: when the sizes cannot serve even one request.
@@ -73,8 +73,8 @@ class Engine:
         per_request = limits.max_model_len + limits.max_draft_tokens
         if blocks_for(per_request, limits.block_size) > limits.num_blocks - 1:
             raise ConfigError(
-                f"{limits.num_blocks} cache blocks of {limits.block_size} do not hold one request of "
-                f"{per_request} tokens; raise num_blocks or lower the model length"
+                f"{limits.num_blocks} cache blocks of {limits.block_size} do not hold one request "
+                f"of {per_request} tokens; raise num_blocks or lower the model length"
             )
         if limits.max_num_batched_tokens < limits.max_draft_tokens + 1:
             raise ConfigError(
@@ -112,7 +112,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: for an empty prompt, one as long as the context, or ids past the vocabulary.
+            RequestError: for an empty prompt, one as long as the context, or unknown ids.
         """
         length, limit = len(request.prompt_ids), self.limits.max_model_len
         if length == 0:
@@ -134,7 +134,7 @@ class Engine:
         return request_id
 
     def abort(self, request_id: int) -> None:
-        """Drop a request; its slot and blocks are free for the next plan. Unknown ids are ignored."""
+        """Drop a request; its slot and blocks serve the next plan. Unknown ids are ignored."""
         self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
         for sequence in [s for s in self.running if s.request_id == request_id]:
             self._release_(sequence)
@@ -171,7 +171,7 @@ class Engine:
             assert sequence.slot == admission.slot
             self.running.append(sequence)
         by_slot = {s.slot: s for s in self.running}
-        for (slot, _, _), block in zip(plan.new_blocks, blocks):
+        for (slot, _, _), block in zip(plan.new_blocks, blocks, strict=True):
             by_slot[slot].blocks.append(block)
         for slot in plan.preempted:
             sequence = by_slot[slot]
@@ -189,7 +189,7 @@ class Engine:
     def _collect_(self, plan: Plan, rows: list[list[int]]) -> list[Output]:
         by_slot = {s.slot: s for s in self.running}
         outputs = []
-        for slot, num_logits, row in zip(plan.slots, plan.num_logits, rows):
+        for slot, num_logits, row in zip(plan.slots, plan.num_logits, rows, strict=True):
             sequence = by_slot[slot]
             kept, accepted, drafted, computed, reason, num_drafts = row[-6:]
             # A prefill ends in a step that recomputed prompt tokens: its token is no verify round.

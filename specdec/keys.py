@@ -1,7 +1,7 @@
 """Randomness as keys: every number is Philox of (seed, round start, offset, node, purpose, lane).
 
 *Round start* is the position of the round's first draft. It strictly increases over a request's
-rounds, so no draw is consulted in two rounds, which bottom-up rules such as block verification need.
+rounds, so no draw is consulted in two rounds, which bottom-up rules (block verification) need.
 """
 
 from enum import IntEnum
@@ -39,7 +39,7 @@ def uniform(keys: Keys, purpose: Purpose, offset: Tensor | int, node: Tensor | i
     """One fp32 uniform in [0, 1) a request, or a row of them.
 
     Args:
-        offset: draft index within the round: an int or [R] gives [R]; [1, K] or [R, K] gives [R, K].
+        offset: draft index in the round: an int or [R] gives [R]; [1, K] or [R, K] gives [R, K].
     """
     c2, c3 = _counters(keys, purpose, offset, node)
     seeds, start = keys.seeds, keys.round_start
@@ -64,7 +64,7 @@ def exponential(
 
 
 def target_exponential(seeds: Tensor, positions: Tensor, num_lanes: int) -> Tensor:
-    """Races [n, num_lanes] of rows that sample absolute `positions` [n], as plain decoding draws them.
+    """Races [n, num_lanes] of rows that sample absolute `positions` [n], as plain decoding does.
 
     The same whatever round, K or drafter a position is reached by.
     """

@@ -11,8 +11,8 @@ def postprocess(state: State, batch: Batch, verification: Verification) -> Commi
 
     A request ends at its first committed EOS (a drafted EOS that was rejected has no effect), at
     `max_len`, or with ERROR at a token drawn from a row without a distribution, which is not kept.
-    `num_computed_tokens` becomes committed length - 1: rows of rejected drafts no longer count (seed
-    text, section 9.2). A prefill chunk commits nothing.
+    `num_computed_tokens` becomes committed length - 1: rows of rejected drafts no longer count
+    (seed text, section 9.2). A prefill chunk commits nothing.
     """
     slots = batch.request_slots
     tokens = verification.token_ids

@@ -80,9 +80,9 @@ def schedule(
 ) -> Plan:
     """Plan one step: decoding rows first, then running prefills, then new requests.
 
-    A request gets blocks for its rows plus K lookahead slots. When none are left, the youngest running
-    request is preempted (its drafts are dropped, its tokens recomputed later) and the starved one waits
-    a step. A decoding request runs with all of its K + 1 rows or not at all.
+    A request gets blocks for its rows plus K lookahead slots. When none are left, the youngest
+    running request is preempted (its drafts are dropped, its tokens recomputed later) and the
+    starved one waits a step. A decoding request runs with all of its K + 1 rows or not at all.
 
     Returns:
         A Plan; empty `slots` means that nothing can run.

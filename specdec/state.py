@@ -26,7 +26,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class State:
-    """One row a slot, S slots, on the device. L: longest sequence, K: most drafts, M: blocks a row."""
+    """One row a slot, S slots, on the device. L: longest sequence, K: most drafts, M: blocks."""
 
     token_ids: Tensor  # [S, L + K + 1] int64, prompt then committed output; the tail is scratch
     prompt_len: Tensor  # [S] int64
@@ -100,7 +100,7 @@ class TargetDist:
     vocab_size: int  # ids at or past it have probability 0
 
     def probs(self, rows: Tensor | None = None) -> Tensor:
-        """Probabilities [n, V] fp32 of the given rows ([n] int64; all when None): the definition."""
+        """Probabilities [n, V] fp32 of the given rows ([n]; all when None): the definition."""
         from specdec.sampling import target_probs
 
         return target_probs(self, rows)
@@ -127,9 +127,7 @@ class Committed:
     num_drafted: Tensor  # [R] drafts that were verified
     num_tokens: Tensor  # [R] new prompt + output length
     num_computed_tokens: Tensor  # [R]
-    last_rows: (
-        Tensor  # [R] batch row that predicted the last committed token (or a chunk's last row)
-    )
+    last_rows: Tensor  # [R] batch row that predicted the last token (or a chunk's last row)
     finish_reason: Tensor  # [R] FinishReason
 
 

@@ -154,7 +154,7 @@ def _admit_(state: State, plan: Plan) -> None:
     }
     for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
         rows = torch.tensor(list(names.values()), dtype=dtype).to(device)
-        for name, row in zip(names, rows):
+        for name, row in zip(names, rows, strict=True):
             getattr(state, name)[slots] = row
     state.ignore_eos[slots] = torch.tensor([a.ignore_eos for a in admitted]).to(device)
     state.num_computed_tokens[slots] = 0
@@ -234,7 +234,7 @@ def _groups(
 ) -> tuple[AttentionGroup, ...]:
     groups = []
     bounds = [0, *accumulate(size for size, _, _ in plan.groups)]
-    for (_, max_query, max_seq), start, end in zip(plan.groups, bounds, bounds[1:]):
+    for (_, max_query, max_seq), start, end in zip(plan.groups, bounds, bounds[1:], strict=False):
         column = torch.arange(max_query, device=positions.device)[None, :]
         column = torch.where(column < query_lens[start:end, None], column, 0)
         query_index = query_start[start:end, None] + column

@@ -1,7 +1,7 @@
 """Proposers: `propose(state, batch, committed, out, draft, *, num_draft_tokens, ...) -> Drafts`.
 
-`committed` is not in State yet when a proposer runs. The engine passes `num_draft_tokens` of the plan;
-drafts of requests that finished, or that are still prefilling, are dropped by `commit_`.
+`committed` is not in State yet when a proposer runs. The engine passes the plan's
+`num_draft_tokens`; drafts of finished or still prefilling requests are dropped by `commit_`.
 """
 
 import torch
@@ -33,8 +33,8 @@ def texts_after(state: State, batch: Batch, committed: Committed) -> Tensor:
 def next_token_ids(state: State, batch: Batch, committed: Committed) -> Tensor:
     """The token after each batch row [T]: ids shifted left by one.
 
-    The last real row of a request takes the newly committed token; at the end of a non-final prefill
-    chunk it takes the known next prompt token. Rows of rejected drafts and padding hold any valid id.
+    The last real row of a request takes the newly committed token; at the end of a non-final
+    prefill chunk it takes the known next prompt token. Rows of rejected drafts hold any valid id.
     """
     num_rows = batch.input_ids.shape[0]
     lens = batch.query_start.diff()

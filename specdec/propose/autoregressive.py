@@ -24,13 +24,14 @@ def autoregressive(
 ) -> Drafts:
     """Draft K tokens one after the other with a head that recycles its own hidden state.
 
-    The first pass runs over every row of the step with the target's true hidden states, which replaces
-    the keys and values that earlier drafting made from approximate ones; it runs with K = 0 too, so
-    that the head's cache has no holes. Row (h_P, token P+1) sits at position P and drafts token P+2.
+    The first pass runs over every row of the step with the target's true hidden states, which
+    replaces the keys and values that earlier drafting made from approximate ones; it runs with
+    K = 0 too, so that the head's cache has no holes. Row (h_P, token P+1) sits at position P and
+    drafts token P+2.
 
     Args:
-        draft_sampling: "greedy" (one-hot proposals), "sample" (from q, kept for the rule) or "shared"
-            (argmax under the target's own Gumbel noise, for `gumbel` with shared noise).
+        draft_sampling: "greedy" (one-hot proposals), "sample" (from q, kept for the rule) or
+            "shared" (argmax under the target's own Gumbel noise, for `gumbel` with shared noise).
         temperature: of q; None takes the request's own. Requests at temperature 0 draft greedily.
     """
     model, cache = draft

@@ -24,8 +24,8 @@ def ngram(
     """Find the longest suffix of `max_ngram` .. `min_ngram` tokens that occurs earlier, most recent
     occurrence first, and propose its continuation (prompt lookup decoding, apoorvumang 2023).
 
-    Where the continuation reaches the text's end it goes on periodically, so a loop of period 2 still
-    yields K drafts. Proposals are one-hot; `draft_sampling` and `temperature` do not apply.
+    Where the continuation reaches the text's end it goes on periodically, so a loop of period 2
+    still yields K drafts. Proposals are one-hot; `draft_sampling` and `temperature` do not apply.
     """
     text = texts_after(state, batch, committed)
     lengths = committed.num_tokens[:, None]
