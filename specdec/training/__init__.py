@@ -1,0 +1,1 @@
+"""Training of draft heads: token data, the unrolled head, objectives, optimisers, checkpoints."""

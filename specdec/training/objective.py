@@ -1,0 +1,179 @@
+"""Distances between a head's and the target's next-token distributions, and the chunked loss.
+
+The frozen lm_head makes a closed form possible: the gradient with respect to a row's logits is
+known as soon as its two distributions are, so a chunk's logits live only while that chunk is
+computed and the backward pass needs none of them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.training.packing import Row
+
+
+class RowLoss(NamedTuple):
+    """What a divergence says of n rows."""
+
+    loss: Tensor  # [n] fp32
+    grad: Tensor  # [n, V] weight * d loss / d student logits, in the logits' dtype
+    agrees: Tensor  # [n] bool, the student's largest logit is at the target's argmax
+    overlap: Tensor  # [n] fp32, sum of min(p, q): the chance that a sampled draft is kept
+
+
+class StepMetrics(NamedTuple):
+    """Sums over a row's supervised labels, one entry an unroll step."""
+
+    loss: Tensor  # [K] fp32
+    agrees: Tensor  # [K]
+    overlap: Tensor  # [K] fp32
+
+
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    kl: float = 1.0,
+    cross_entropy: float = 0.0,
+    total_variation: float = 0.0,
+    log_acceptance: float = 0.0,
+) -> RowLoss:
+    """A weighted sum of KL(p || q), -log q(label), 1 - sum min(p, q) and -log sum min(p, q).
+
+    p is the target's distribution, q the head's, both at temperature 1.
+
+    Args:
+        student: [n, V] logits of the head.
+        teacher: [n, V] logits of the target.
+        labels: [n] ids of the text; read by cross_entropy only.
+        weights: [n] fp32, multiplied into the gradient but not into the loss.
+    """
+    student_max = student.amax(-1, keepdim=True)
+    best = teacher.argmax(-1, keepdim=True)
+    agrees = (student.gather(-1, best) == student_max).squeeze(-1)
+    log_q = torch.log_softmax(student.float(), dim=-1)
+    log_p = torch.log_softmax(teacher.float(), dim=-1)
+    q, p = log_q.exp(), log_p.exp()
+    overlap = torch.minimum(p, q).sum(-1)
+    loss = torch.zeros_like(overlap)
+    grad = torch.zeros_like(q)
+    if kl:
+        loss = loss + kl * (p * (log_p - log_q)).sum(-1)
+        grad = grad + kl * (q - p)
+    if cross_entropy:
+        column = torch.arange(q.shape[1], device=q.device)
+        loss = loss - cross_entropy * log_q.gather(-1, labels[:, None]).squeeze(-1)
+        grad = grad + cross_entropy * (q - (column == labels[:, None]).float())
+    if total_variation or log_acceptance:
+        loss = loss + total_variation * (1 - overlap)
+        if log_acceptance:
+            loss = loss - log_acceptance * overlap.log()
+        lacking = q * (q < p)  # the entries that a larger logit would help
+        scale = total_variation + log_acceptance / overlap[:, None]
+        grad = grad + scale * (q * lacking.sum(-1, keepdim=True) - lacking)
+    return RowLoss(loss, (grad * weights[:, None]).to(student.dtype), agrees, overlap)
+
+
+def step_weights(num_steps: int, decay: float) -> list[float]:
+    """decay^k for unroll step k, normalised to sum 1."""
+    weights = [decay**k for k in range(num_steps)]
+    return [w / sum(weights) for w in weights]
+
+
+def unrolled_loss(
+    hidden: Tensor,
+    target_hidden: Tensor,
+    lm_head: Tensor,
+    row: Row,
+    divergence: Callable[..., RowLoss],
+    weights: Sequence[float],
+    *,
+    t2d: Tensor | None = None,
+    num_chunks: int = 16,
+) -> tuple[Tensor, StepMetrics]:
+    """Distance to the target over every supervised label and unroll step.
+
+    The label in column j of the row is predicted by the target from column j - 1 and by unroll
+    step k of the head from column j - 2 - k, so one product with the lm_head per label serves the
+    target for all K steps.
+
+    Args:
+        hidden: [K, T, H] what the head's unroll steps give to the lm_head; takes the gradient.
+        target_hidden: [T, H] after the target's final norm.
+        lm_head: [V, H], frozen; some of the target's rows when the draft vocabulary is reduced.
+        divergence: (student [n, V], teacher [n, V], labels [n], weights [n]) -> RowLoss.
+        weights: [K] of the sums over labels; divide by the number of labels beforehand.
+        t2d: [V_target] draft id of each target id, -1 where the reduced vocabulary has none. Such
+            labels are left out.
+        num_chunks: how many pieces a row of T labels would be cut in; logits exist for one piece
+            at a time.
+
+    Returns:
+        sum_k weights[k] * sum_labels loss, and the unweighted sums.
+    """
+    loss, *sums = _UnrolledLoss.apply(
+        hidden, target_hidden, lm_head, row, divergence, tuple(weights), t2d, num_chunks
+    )
+    return loss, StepMetrics(*sums)
+
+
+class _UnrolledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, target_hidden, lm_head, row, divergence, weights, t2d, num_chunks):
+        num_steps, num_columns, _ = hidden.shape
+        size = -(-num_columns // num_chunks)
+        labels, valid = _padded_labels(row, size, t2d)
+        label_ids = row.input_ids[labels]
+        if t2d is not None:
+            label_ids = t2d[label_ids].clamp(min=0)
+        positions = row.positions[labels]
+        # column T of the gradient takes what the padded and unreachable labels write
+        grad = hidden.new_zeros(num_steps, num_columns + 1, hidden.shape[2])
+        sums = torch.zeros(3, num_steps, dtype=torch.float32, device=hidden.device)
+        for first in range(0, len(labels), size):
+            chunk = slice(first, first + size)
+            teacher = target_hidden[labels[chunk] - 1] @ lm_head.T
+            for k, weight in enumerate(weights):
+                reached = valid[chunk] & (positions[chunk] >= k + 2)
+                column = torch.where(reached, labels[chunk] - 2 - k, num_columns)
+                source = hidden[k][column.clamp(max=num_columns - 1)]
+                scale = reached.float()
+                rows = divergence(source @ lm_head.T, teacher, label_ids[chunk], weight * scale)
+                grad[k].index_copy_(0, column, rows.grad @ lm_head)
+                sums[0, k] += (rows.loss * scale).sum()
+                sums[1, k] += (rows.agrees * scale).sum()
+                sums[2, k] += (rows.overlap * scale).sum()
+        ctx.save_for_backward(grad[:, :num_columns])
+        ctx.mark_non_differentiable(*sums)
+        total = (sums[0] * torch.tensor(weights).to(sums.device, non_blocking=True)).sum()
+        return total, *sums
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), *(None,) * 7
+
+
+def _padded_labels(row: Row, size: int, t2d: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Label columns filled up to a multiple of `size`, so that every chunk has one shape."""
+    labels = row.labels
+    pad = -len(labels) % size
+    valid = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+    if t2d is not None:
+        valid = t2d[row.input_ids[labels]] >= 0
+    return (
+        torch.nn.functional.pad(labels, (0, pad), value=1),
+        torch.nn.functional.pad(valid, (0, pad), value=False),
+    )
+
+
+def compiled(divergence: Callable[..., RowLoss]) -> Callable[..., RowLoss]:
+    """The divergence fused by torch.compile: two reads of each logits row instead of a dozen."""
+    keywords = divergence.keywords if isinstance(divergence, partial) else {}
+    function = divergence.func if isinstance(divergence, partial) else divergence
+    return partial(torch.compile(function, dynamic=False), **keywords)
