@@ -98,6 +98,7 @@ class TargetDist:
     cu_num_logits: Tensor  # [R + 1] int64; request r owns rows cu[r] .. cu[r + 1] - 1
     batch_rows: Tensor  # [N] int64, the batch row behind each
     vocab_size: int  # ids at or past it have probability 0
+    all_greedy: bool = False  # the host's promise that every row is greedy
 
     def probs(self, rows: Tensor | None = None) -> Tensor:
         """Probabilities [n, V] fp32 of the given rows ([n]; all when None): the definition."""
