@@ -1,0 +1,98 @@
+"""Models from checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.models.axes import HeadAxes, head_axes
+from specdec.models.batch import Draft, Target
+from specdec.models.checkpoint import as_dtype, open_checkpoint, read_config, resolve_path
+from specdec.models.eagle_checkpoint import read_eagle, read_target_rows
+from specdec.models.errors import CheckpointError
+from specdec.models.llama import llama_target
+from specdec.models.llama_checkpoint import llama_config, load_llama_params
+from specdec.models.tokenizer import real_vocab_size
+
+__all__ = [
+    "CheckpointError",
+    "as_dtype",
+    "load_draft",
+    "load_target",
+    "open_checkpoint",
+    "read_config",
+    "resolve_path",
+]
+
+
+def load_target(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    family: str | None = None,
+    vocab_size: int | None = None,
+) -> Target:
+    """Loads a target model.
+
+    Args:
+        path: see `resolve_path`.
+        family: overrides the config's model_type; only "llama" is known.
+        vocab_size: real ids; by default counted in tokenizer.json, else the config's.
+
+    Raises:
+        CheckpointError: nothing there, another family, a tensor missing, misshapen or unknown.
+    """
+    config = read_config(path)
+    family = family or config.get("model_type") or "llama"
+    if family != "llama":
+        raise CheckpointError(f"{path}: family {family!r} is not supported; known: 'llama'")
+    settings = llama_config(config)
+    params = load_llama_params(open_checkpoint(path), settings, device, as_dtype(dtype))
+    ids = vocab_size or real_vocab_size(resolve_path(path)) or settings.vocab_size
+    return llama_target(params, settings, min(ids, settings.vocab_size))
+
+
+def load_draft(
+    path: str | Path,
+    target: Target,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    logits_from: str = "shared",
+    num_draft_rows: int | None = None,
+    axes: HeadAxes | Mapping[str, Any] | None = None,
+) -> Draft:
+    """Loads an Eagle head of the Llama layout (yuhuili/EAGLE-LLaMA3.1-Instruct-8B).
+
+    Args:
+        device, dtype: must be the target's when given; the head reads its hidden states.
+        logits_from: "shared": the checkpoint's own lm_head, else the target's;
+            "target_rows": a reduced vocabulary over rows of the target's lm_head.
+        num_draft_rows: with target_rows, how many of the stored ranking's first ids (None: all).
+        axes: the head's row of DESIGN.md section 6; None is the published Eagle.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen, unknown, or not shareable.
+    """
+    where = resolve_path(path)
+    for name, mine, theirs in (
+        ("device", device and torch.device(device).type, target.embed.device.type),
+        ("dtype", dtype and as_dtype(dtype), target.embed.dtype),
+    ):
+        if mine and mine != theirs:
+            raise CheckpointError(f"the draft's {name} {mine} differs from the target's {theirs}")
+    row = axes if isinstance(axes, HeadAxes) else head_axes(axes or {})
+    if logits_from != row.logits_from:
+        row = head_axes({"logits_from": logits_from}, row)
+    return read_eagle(
+        open_checkpoint(where),
+        read_config(where),
+        target,
+        row,
+        num_draft_rows=num_draft_rows,
+        ranking=read_target_rows(where) if logits_from == "target_rows" else None,
+    )

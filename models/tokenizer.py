@@ -1,0 +1,139 @@
+"""Tokenizers from a Hugging Face folder or from GGUF metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.models.checkpoint import resolve_path
+from specdec.models.errors import CheckpointError
+from specdec.models.gguf import metadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+EOS_KEYS = ("eos_token_id", "eot_token_id")
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a checkpoint, with its chat template and special ids.
+
+    Raises CheckpointError when there is none, or its pre-tokenizer is not known.
+    """
+    from transformers import AutoTokenizer
+
+    where = resolve_path(path)
+    file = _gguf_file(where)
+    if file is not None:
+        return _gguf_tokenizer(file)
+    folder = where if where.is_dir() else where.parent
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{folder} has no readable tokenizer: {reason}") from error
+
+
+def eos_token_ids(source: str | Path | PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that end a sequence, as the model declares them; of a checkpoint or a tokenizer.
+
+    A folder's generation_config.json, then config.json, then its tokenizer; a GGUF file's
+    eos and eot ids. Ids that other programs also stop at (SmolLM2's `<|endoftext|>`) are not
+    added.
+    """
+    if not isinstance(source, str | Path):
+        return () if source.eos_token_id is None else (source.eos_token_id,)
+    where = resolve_path(source)
+    file = _gguf_file(where)
+    if file is not None:
+        declared = (metadata(file).get(f"tokenizer.ggml.{key}") for key in EOS_KEYS)
+        return tuple(dict.fromkeys(int(id_) for id_ in declared if id_ is not None))
+    folder = where if where.is_dir() else where.parent
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+    return eos_token_ids(load_tokenizer(folder))
+
+
+def real_vocab_size(path: str | Path) -> int | None:
+    """One past the largest id in a folder's tokenizer.json; None when there is no such file.
+
+    Matrices are often padded past it; the ids in between are never drafted nor emitted.
+    """
+    where = resolve_path(path)
+    file = (where if where.is_dir() else where.parent) / "tokenizer.json"
+    if where.suffix == ".gguf" or not file.exists():
+        return None
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocab = tokenizer["model"].get("vocab") or {}
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
+    return 1 + max(*ids, *(token["id"] for token in tokenizer.get("added_tokens", [])), -1)
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    return files[0] if len(files) == 1 and not (path / "tokenizer.json").exists() else None
+
+
+def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    fields = metadata(file)
+    kind = fields.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise CheckpointError(f"{file.name}: tokenizer {kind!r} is not supported; known: 'gpt2'")
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = _pre_tokenizer(fields.get("tokenizer.ggml.pre", "default"), file)
+    tokenizer.decoder = decoders.ByteLevel()
+    added = zip(tokens, fields.get("tokenizer.ggml.token_type") or (), strict=False)
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in added
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    if fields.get("tokenizer.ggml.add_bos_token"):
+        from tokenizers.processors import TemplateProcessing
+
+        bos = fields["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{tokens[bos]} $A",
+            pair=f"{tokens[bos]} $A {tokens[bos]} $B",
+            special_tokens=[(tokens[bos], bos)],
+        )
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    special: dict[str, Any] = {
+        f"{ours}_token": tokens[fields[f"tokenizer.ggml.{theirs}_token_id"]]
+        for ours, theirs in names.items()
+        if f"tokenizer.ggml.{theirs}_token_id" in fields
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=fields.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def _pre_tokenizer(name: str, file: Path) -> Any:
+    from tokenizers import pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, byte_level])
+    if name in ("default", "gpt-2"):
+        return byte_level
+    raise CheckpointError(
+        f"{file.name}: pre-tokenizer {name!r} is not supported; known: smollm, gpt-2"
+    )
