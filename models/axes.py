@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from specdec.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class HeadAxes:
@@ -40,15 +42,15 @@ EAGLE_LLAMA = HeadAxes()
 
 
 def head_axes(values: Mapping[str, Any], base: HeadAxes = EAGLE_LLAMA) -> HeadAxes:
-    """`base` with some axes set; ValueError names the known ones on an unknown axis or value."""
+    """`base` with some axes set; ConfigError names the known ones on an unknown axis or value."""
     known = [field.name for field in fields(HeadAxes)]
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"unknown head axis {name!r}; known: {', '.join(known)}")
+            raise ConfigError(f"unknown head axis {name!r}; known: {', '.join(known)}")
         if value not in CHOICES[name]:
             options = ", ".join(map(str, CHOICES[name]))
-            raise ValueError(f"head axis {name}={value!r} is not one of: {options}")
+            raise ConfigError(f"head axis {name}={value!r} is not one of: {options}")
     axes = replace(base, **values)
     if axes.recycle == "post_norm" and not axes.final_norm:
-        raise ValueError("head axis recycle='post_norm' needs final_norm=true")
+        raise ConfigError("head axis recycle='post_norm' needs final_norm=true")
     return axes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.errors import CheckpointError
+from specdec.errors import CheckpointError
 from specdec.models.gguf import gguf_tensors, read_gguf_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.errors import CheckpointError, ConfigError
 from specdec.models.axes import EAGLE_LLAMA, HeadAxes
 from specdec.models.batch import Draft, Target
 from specdec.models.checkpoint import (
@@ -27,7 +28,6 @@ from specdec.models.checkpoint import (
     safetensors_file,
 )
 from specdec.models.eagle import EagleConfig, EagleHead, eagle_draft
-from specdec.models.errors import CheckpointError
 from specdec.models.llama_checkpoint import (
     Parts,
     layer_parts,
@@ -116,15 +116,15 @@ def save_head(
     """Writes a head of plain tensors as `model.safetensors` and `config.json` in folder `path`.
 
     Tensors shared with the target are not passed and so not written. `d2t` are absolute target ids
-    of an own `lm_head`. Raises ValueError when the head is not an Eagle of the published layout.
+    of an own `lm_head`. Raises ConfigError when the head is not an Eagle of the published layout.
     """
     from safetensors.torch import save_file
 
     published = replace(config.axes, logits_from=EAGLE_LLAMA.logits_from)
     if published != EAGLE_LLAMA:
-        raise ValueError(f"the Eagle layout holds the axes {EAGLE_LLAMA}, not {config.axes}")
+        raise ConfigError(f"the Eagle layout holds the axes {EAGLE_LLAMA}, not {config.axes}")
     if d2t is not None and lm_head is None:
-        raise ValueError("d2t belongs to an own lm_head; target rows are chosen by a ranking")
+        raise ConfigError("d2t belongs to an own lm_head; target rows are chosen by a ranking")
     top, stack = head_parts(config, head.fc_bias is not None)
     tensors = {name: getattr(head, field) for field, names in top.items() for name in names}
     for layer, parts in zip(head.layers, stack, strict=True):

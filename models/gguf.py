@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.models.errors import CheckpointError
+from specdec.errors import CheckpointError
 
 ARCHITECTURES = ("llama",)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.errors import CheckpointError
 from specdec.models.checkpoint import Checkpoint, check_names, read_part
-from specdec.models.errors import CheckpointError
 from specdec.models.llama import LlamaConfig, LlamaLayer, LlamaParams
 from specdec.models.rope import read_rope, rope_settings
 

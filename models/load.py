@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from specdec.errors import CheckpointError
 from specdec.models.axes import HeadAxes, head_axes
 from specdec.models.batch import Draft, Target
 from specdec.models.checkpoint import as_dtype, open_checkpoint, read_config, resolve_path
 from specdec.models.eagle_checkpoint import read_eagle, read_target_rows
-from specdec.models.errors import CheckpointError
 from specdec.models.llama import llama_target
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
 from specdec.models.tokenizer import real_vocab_size

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.errors import CheckpointError
+from specdec.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0  # what a config that names no theta means, as in transformers
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.errors import CheckpointError
 from specdec.models.checkpoint import resolve_path
-from specdec.models.errors import CheckpointError
 from specdec.models.gguf import metadata
 
 if TYPE_CHECKING:
