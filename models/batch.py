@@ -37,6 +37,8 @@ class Batch:
     row_valid: Tensor  # [T] bool, False on padding rows
     groups: tuple[AttentionGroup, ...]  # covers every row exactly once, padding repeats aside
     ancestor_mask: Tensor | None = None  # [T] int64 bit masks of tree ancestors
+    all_greedy: bool = False  # host facts: no request of the step samples,
+    filters: bool = True  # some request uses top-k, top-p or min-p
 
 
 class Cache(NamedTuple):

@@ -215,6 +215,8 @@ def prepare(state: State, plan: Plan, block_size: int) -> Batch:
         request_slots=slots,
         row_valid=valid,
         groups=_groups(plan, query_start, query_lens, positions, block_tables, block_size),
+        all_greedy=plan.all_greedy,
+        filters=plan.filters,
     )
 
 

@@ -55,7 +55,7 @@ def autoregressive(
     for step in range(num_draft_tokens):
         if step:
             positions = positions + 1
-            step_batch = _single_rows(batch, positions, cache.keys[0].shape[1])
+            step_batch = _single_rows(batch, positions)
             drafted = model.forward(token_ids[-1], recycle, step_batch, cache, step)
             for_logits, recycle = drafted.for_logits, drafted.recycle
         sample = sample_draft(
@@ -69,6 +69,8 @@ def autoregressive(
             mode=draft_sampling,
             vocab_size=model.vocab_size,
             vocab_map=model.vocab_map,
+            filters=batch.filters,
+            all_greedy=batch.all_greedy,
         )
         if draft_sampling == "sample" and state.q_logits.shape[2]:
             write_draft_dist_(state, slots, step, sample)
@@ -90,9 +92,11 @@ def write_draft_dist_(state: State, slots: Tensor, step: int, sample: DraftSampl
     state.q_inv_temperature[slots] = sample.inv_temperature
 
 
-def _single_rows(batch: Batch, positions: Tensor, block_size: int) -> Batch:
+def _single_rows(batch: Batch, positions: Tensor) -> Batch:
     """A batch of one row a request at the given positions [R], in lookahead slots."""
     request = torch.arange(len(positions), device=positions.device)
+    first = batch.groups[0]
+    block_size = first.mask.shape[2] // first.block_tables.shape[1]
     groups, start = [], 0
     for group in batch.groups:
         end = start + len(group.query_index)
