@@ -180,6 +180,12 @@ class Engine:
             self.waiting.appendleft(sequence)
             self.num_preemptions += 1
 
+    def _scrub_(self, sequence: Sequence) -> None:
+        """Zero a failed request's blocks: a mask hides stale values, but 0 * NaN is NaN."""
+        for model in filter(None, (self.target, self.draft)):
+            for tensor in (*model.cache.keys, *model.cache.values):
+                tensor[sequence.blocks] = 0
+
     def _release_(self, sequence: Sequence) -> None:
         self.pool.release_(sequence.blocks)
         self.free_slots.append(sequence.slot)
@@ -198,6 +204,8 @@ class Engine:
             sequence.token_ids.extend(tokens)
             sequence.num_computed, sequence.num_drafts = computed, num_drafts
             finish = None if reason == 0 else FinishReason(reason).name.lower()
+            if finish == "error":
+                self._scrub_(sequence)
             if finish:
                 self._release_(sequence)
             if num_logits:

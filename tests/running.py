@@ -39,9 +39,7 @@ def tiny_engine(
         propose=partial(propose, draft_sampling=draft_sampling, **keywords),
     )
     limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks, k)
-    return Engine(
-        target, draft, stages, limits, eos_token_ids=eos, draft_sampling=draft_sampling
-    )
+    return Engine(target, draft, stages, limits, eos_token_ids=eos, draft_sampling=draft_sampling)
 
 
 def requests(prompts, **keywords):
