@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import struct
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +36,29 @@ BLOCK = {
 FREQ_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, read into the config
 
 
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # GGUF type -> struct
+STRING, ARRAY = 8, 9
+
+Shape = tuple[int, ...]
+
+
+class _Stored(NamedTuple):
+    shape: Shape
+    kind: Any  # gguf.GGMLQuantizationType
+    rows: np.ndarray  # [..., bytes of a row] uint8
+
+
+class _Header(NamedTuple):
+    fields: dict[str, Any]
+    tensors: dict[str, _Stored]
+
+
 def read_gguf_config(path: Path) -> dict[str, Any]:
     """The model's settings under the key names of a Hugging Face config.json.
 
     Raises CheckpointError on another architecture or a missing key, naming it.
     """
-    fields, reader = metadata(path), _reader(path)
+    fields, tensors = _header(path)
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise CheckpointError(
@@ -51,7 +70,6 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path.name}: metadata lacks {arch}.{key}")
         return fields[f"{arch}.{key}"]
 
-    names = {tensor.name for tensor in reader.tensors}
     num_heads = need("attention.head_count")
     tokens = fields.get("tokenizer.ggml.tokens") or ()
     return {
@@ -66,16 +84,16 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         or need("embedding_length") // num_heads,
         "rms_norm_eps": _shortest(need("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": need("context_length"),
-        "rope_parameters": _rope_parameters(fields, arch, reader),
-        "tie_word_embeddings": "output.weight" not in names,
-        "attention_bias": "blk.0.attn_q.bias" in names,
-        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+        "rope_parameters": _rope_parameters(fields, arch, tensors),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
     }
 
 
-def gguf_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
+def gguf_tensors(path: Path) -> dict[str, tuple[Shape, Callable[[], Tensor]]]:
     """Hugging Face name -> (shape, function that returns the dequantised tensor).
 
     llama.cpp stores q and k with each head's rows interleaved for its rotary kernel; here they
@@ -84,29 +102,84 @@ def gguf_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Te
     config = read_gguf_config(path)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors = {}
-    for tensor in _reader(path).tensors:
-        if tensor.name == FREQ_FACTORS:
+    for stored_name, tensor in _header(path).tensors.items():
+        if stored_name == FREQ_FACTORS:
             continue
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        name, part = _hugging_face_name(tensor.name)
-        tensors[name] = (shape, partial(_dequantise, tensor, heads.get(part)))
+        name, part = _hugging_face_name(stored_name)
+        tensors[name] = (tensor.shape, partial(_dequantise, tensor, heads.get(part)))
     return tensors
 
 
-@lru_cache(maxsize=4)
-def metadata(path: Path) -> dict[str, Any]:
+def metadata(path: Path) -> Mapping[str, Any]:
     """Every metadata key of the file."""
-    return {name: field.contents() for name, field in _reader(path).fields.items()}
+    return _header(path).fields
 
 
-@lru_cache(maxsize=4)
-def _reader(path: Path):
+@lru_cache(maxsize=2)
+def _header(path: Path) -> _Header:
+    """Everything but the tensor data, which stays on disk (gguf's own reader takes seconds)."""
+    try:
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+        cursor = _Cursor(memoryview(data))
+        if bytes(data[:4]) != b"GGUF" or cursor.number("xxxxI") not in (2, 3):
+            raise ValueError("it does not start as GGUF version 2 or 3")
+        num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
+        fields = {cursor.string(): cursor.value(cursor.number("I")) for _ in range(num_fields)}
+        described = [
+            (cursor.string(), cursor.shape(), cursor.number("I"), cursor.number("Q"))
+            for _ in range(num_tensors)
+        ]
+        alignment = fields.get("general.alignment", 32)
+        start = -(-cursor.offset // alignment) * alignment
+        tensors = {
+            name: _stored(data, name, shape, kind, start + offset)
+            for name, shape, kind, offset in described
+        }
+    except (ValueError, struct.error) as error:
+        raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
+    return _Header(fields, tensors)
+
+
+def _stored(data: np.ndarray, name: str, shape: Shape, kind: int, start: int) -> _Stored:
     import gguf
 
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
+    kind = gguf.GGMLQuantizationType(kind)
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    row_bytes = shape[-1] // block_size * block_bytes
+    end = start + row_bytes * math.prod(shape[:-1])
+    if end > data.size:
+        raise ValueError(f"the file ends within {name}")
+    return _Stored(shape, kind, data[start:end].reshape(*shape[:-1], row_bytes))
+
+
+class _Cursor:
+    """Reads little-endian values one after another."""
+
+    def __init__(self, data: memoryview):
+        self.data, self.offset = data, 0
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self.data, self.offset)
+        self.offset += struct.calcsize("<" + code)
+        return value
+
+    def string(self) -> str:
+        start = self.offset + 8
+        self.offset = start + self.number("Q")
+        return str(self.data[start : self.offset], "utf-8")
+
+    def shape(self) -> Shape:
+        return tuple(reversed([self.number("Q") for _ in range(self.number("I"))]))
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            if kind not in SCALARS:
+                raise ValueError(f"metadata type {kind} is unknown")
+            return self.number(SCALARS[kind])
+        item, count = self.number("I"), self.number("Q")
+        return [self.value(item) for _ in range(count)]
 
 
 def _hugging_face_name(name: str) -> tuple[str, str]:
@@ -119,10 +192,10 @@ def _hugging_face_name(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _dequantise(tensor: Any, num_heads: int | None) -> Tensor:
+def _dequantise(tensor: _Stored, num_heads: int | None) -> Tensor:
     from gguf.quants import dequantize
 
-    array = dequantize(tensor.data, tensor.tensor_type)
+    array = dequantize(tensor.rows, tensor.kind)
     if num_heads is not None:  # [heads, D / 2, 2, ...] -> [heads, 2, D / 2, ...]
         rows = array.shape[0]
         pairs = array.reshape(num_heads, rows // num_heads // 2, 2, *array.shape[1:])
@@ -130,12 +203,13 @@ def _dequantise(tensor: Any, num_heads: int | None) -> Tensor:
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
-def _rope_parameters(fields: dict[str, Any], arch: str, reader: Any) -> dict[str, Any]:
+def _rope_parameters(
+    fields: Mapping[str, Any], arch: str, tensors: Mapping[str, _Stored]
+) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": fields.get(f"{arch}.rope.freq_base", 10000.0)}
-    for tensor in reader.tensors:
-        if tensor.name == FREQ_FACTORS:
-            factors = [float(x) for x in tensor.data]
-            return {**rope, "rope_type": "freq_factors", "freq_factors": factors}
+    if FREQ_FACTORS in tensors:
+        factors = _dequantise(tensors[FREQ_FACTORS], None).tolist()
+        return {**rope, "rope_type": "freq_factors", "freq_factors": factors}
     kind = fields.get(f"{arch}.rope.scaling.type", "none")
     if kind != "none":
         rope["rope_type"] = kind
