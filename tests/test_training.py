@@ -52,6 +52,10 @@ def test_dataset_round_trip(tmp_path):
     assert row.cu_seqlens.tolist() == [0, 9, 16, 20]
     assert row.labels.tolist() == [3, 4, 5, 6, 7, 8, 12, 13, 14, 15]
     assert (row.max_len, row.num_tokens, row.samples) == (9, 16, (2, 0))
+    row = make_row(data, np.array([1]), 13)  # unused columns are no longer document than the rest
+    assert row.cu_seqlens.tolist() == [0, 5, 10, 13]
+    assert row.positions.tolist() == [*range(5), *range(5), *range(3)]
+    assert (row.max_len, row.num_tokens) == (5, 5)
 
 
 def test_two_data_sets_read_as_one_and_a_prefix_holds_enough_labels(tmp_path):

@@ -141,15 +141,6 @@ class BudgetConfig:
 
 
 @dataclass
-class EvalConfig:
-    """Decoded acceptance length on a development set, which chooses the checkpoint."""
-
-    every: int | None = None  # steps; null: at the end only
-    num_draft_tokens: int = 5
-    max_tokens: int = 128
-
-
-@dataclass
 class TrainConfig:
     """Keys of `train_mtp.py`."""
 
@@ -161,7 +152,6 @@ class TrainConfig:
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     unroll: UnrollConfig = field(default_factory=UnrollConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     postprocess: PostprocessConfig = field(default_factory=PostprocessConfig)
@@ -171,6 +161,7 @@ class TrainConfig:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    eval_every: int | None = None  # steps; null: at the end only; 0: never
     accumulation: int = 1  # rows an optimiser step
     clip_norm: float = 1.0
     average_decay: float = 0.995  # of the weights that are evaluated and exported; 0: no average
@@ -195,4 +186,7 @@ SCHEMAS: dict[str, type] = {
     "decay": DecayConfig,
 }
 
-register_schemas(SCHEMAS)
+
+def register() -> None:
+    """Make the schemas listable in the defaults of the two scripts' configurations."""
+    register_schemas(SCHEMAS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from specdec.errors import DataError
 
@@ -115,7 +116,9 @@ def load_dataset(
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     if not paths:
-        raise DataError("no training data; set train_data.paths to the folder that generate.py wrote")
+        raise DataError(
+            "no training data; set train_data.paths to the folder that generate.py wrote"
+        )
     parts = [_open(Path(path)) for path in paths]
     sizes = {meta["vocab_size"] for _, meta in parts}
     if vocab_size is not None:
@@ -173,3 +176,17 @@ def repeated_ngram_share(token_ids: Sequence[int], n: int = 8) -> float:
     powers = np.uint64(0x9E3779B97F4A7C15) ** np.arange(n, dtype=np.uint64)
     hashes = (windows * powers).sum(axis=1, dtype=np.uint64)  # polynomial hash modulo 2^64
     return 1.0 - len(np.unique(hashes)) / len(hashes)
+
+
+def rank_ids(data: TokenData) -> torch.Tensor:
+    """All ids of the vocabulary [V] int64 by how often they are supervised, the most frequent first.
+
+    Equal counts go by id; so ids that never occur come last, and any prefix is a vocabulary.
+    """
+    counts = np.zeros(data.vocab_size, dtype=np.int64)
+    for file, (tokens, supervised) in enumerate(zip(data.tokens, data.supervised, strict=True)):
+        mine = data.file == file
+        if mine.any():
+            end = int((data.starts[mine] + data.lengths[mine]).max())
+            counts += np.bincount(tokens[:end][supervised[:end]], minlength=data.vocab_size)
+    return torch.from_numpy(np.argsort(-counts, kind="stable"))

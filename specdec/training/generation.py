@@ -72,7 +72,10 @@ def write(
     live: dict[int, tuple[int, Request, list[int]]] = {}
     written, mean_length, ended = 0, 0.0, 0
     while time.perf_counter() < deadline:
-        while len(live) < engine.limits.max_num_seqs and written + len(live) * mean_length / 2 < num_tokens:
+        while (
+            len(live) < engine.limits.max_num_seqs
+            and written + len(live) * mean_length / 2 < num_tokens
+        ):
             item = next(stream, None)
             if item is None:
                 break
@@ -104,7 +107,9 @@ def instruction_requests(
         )
 
 
-def usable_instruction(text: str, min_words: int, seen: set[str], evaluation: frozenset[Ngram]) -> bool:
+def usable_instruction(
+    text: str, min_words: int, seen: set[str], evaluation: frozenset[Ngram]
+) -> bool:
     """Whether a text may serve as a prompt; `seen` holds the texts used before and is added to.
 
     Refused: few words, a special token inside, a repeat, an overlap with the evaluation sets.

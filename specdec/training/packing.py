@@ -12,7 +12,7 @@ from specdec.training.data import TokenData
 
 
 class Row(NamedTuple):
-    """One micro-batch of T columns and D documents; unused columns form a last document of zeros.
+    """One micro-batch of T columns and D documents; unused columns form last documents of zeros.
 
     A head fed (hidden of column p, id of column p + 1) predicts the id of column p + 2, so the mask
     follows the label: `labels` lists the columns whose id is to be predicted.
@@ -78,9 +78,9 @@ def windows(
 def make_row(data: TokenData, samples: np.ndarray, row_tokens: int) -> Row:
     """Lay samples end to end on an axis of `row_tokens` columns."""
     lengths = data.lengths[samples]
-    used = int(lengths.sum())
-    if used < row_tokens:
-        lengths = np.append(lengths, row_tokens - used)
+    used, longest = int(lengths.sum()), int(lengths.max())
+    empty, rest = divmod(row_tokens - used, longest)
+    lengths = np.concatenate([lengths, [longest] * empty, [rest] if rest else []]).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(row_tokens) - np.repeat(starts[:-1], lengths)
     ids = np.zeros(row_tokens, dtype=np.int64)
@@ -94,7 +94,7 @@ def make_row(data: TokenData, samples: np.ndarray, row_tokens: int) -> Row:
         input_ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        max_len=int(lengths.max()),
+        max_len=longest,
         labels=torch.from_numpy(np.flatnonzero(supervised & (positions > 0))),
         num_tokens=used,
         samples=tuple(samples.tolist()),

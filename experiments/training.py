@@ -1,0 +1,139 @@
+"""What train_mtp.py needs besides its loop: budgets, logs, evaluation."""
+
+import csv
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from specdec import metrics
+from specdec.build import BoundStages, Models
+from specdec.errors import ConfigError
+from specdec.experiments.decoding import decode_prompts
+from specdec.models.batch import Target
+from specdec.models.eagle import make_vocab_map
+from specdec.prompts import PromptSet
+from specdec.training.checkpoint import Progress
+from specdec.training.data import TokenData
+from specdec.training.packing import epoch_rows
+
+FOREVER = 1_000_000  # epochs, where another limit ends the run
+
+
+class Budget(NamedTuple):
+    """Limits of a run; None does not limit."""
+
+    epochs: int
+    max_steps: int | None
+    max_tokens: int | None
+    max_seconds: float | None
+    stop_after_steps: int | None
+
+    @classmethod
+    def of(
+        cls, cfg: DictConfig, data: TokenData, *, row_tokens: int, accumulation: int, seed: int
+    ) -> "Budget":
+        """Epochs become steps: ceil(rows / accumulation) each.
+
+        Raises:
+            ConfigError: nothing ends the run.
+        """
+        limits = [cfg.epochs, cfg.max_steps, cfg.max_tokens, cfg.max_seconds]
+        if all(limit is None for limit in limits):
+            raise ConfigError("nothing ends this run; set budget.max_tokens, max_steps or epochs")
+        steps = cfg.max_steps
+        if cfg.epochs is not None:
+            per_epoch = [
+                -(-len(epoch_rows(data, row_tokens=row_tokens, seed=seed, epoch=e)) // accumulation)
+                for e in range(cfg.epochs)
+            ]
+            steps = min(sum(per_epoch), steps or sum(per_epoch))
+        epochs = FOREVER if cfg.epochs is None else cfg.epochs
+        return cls(epochs, steps, cfg.max_tokens, cfg.max_seconds, cfg.stop_after_steps)
+
+    def share(self, done: Progress) -> float:
+        """Share of the run that is done: of whichever limit is nearest."""
+        pairs = (
+            (done.step, self.max_steps),
+            (done.tokens, self.max_tokens),
+            (done.seconds, self.max_seconds),
+        )
+        return max(value / limit for value, limit in pairs if limit)
+
+    def leaves(self, step: int) -> bool:
+        return self.stop_after_steps is not None and step >= self.stop_after_steps
+
+
+class CsvLog:
+    """A CSV file that grows by rows; columns are those of the first row.
+
+    Args:
+        keep_until: rows of an earlier session up to this step are kept, later ones dropped.
+    """
+
+    def __init__(self, path: Path, keep_until: int) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                rows = [row for row in reader if int(row["step"]) <= keep_until]
+                self._columns = list(reader.fieldnames or [])
+            self._write("w", rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        if not self._columns:
+            self._columns = list(row)
+            self._write("w", [])
+        self._write("a", [row])
+
+    def _write(self, mode: str, rows: list[dict[str, Any]]) -> None:
+        with self._path.open(mode, newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
+            if mode == "w":
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def draft_rows(
+    cfg: DictConfig, target: Target, ranking: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(lm_head rows, d2t, t2d) of the vocabulary that the head is trained over.
+
+    All of the target's with `draft.logits_from=shared`; with `target_rows` the first
+    `draft.num_draft_rows` ids of the ranking, over which the target's distribution is renormalised.
+    """
+    if cfg.logits_from == "shared":
+        return target.lm_head[: target.vocab_size], None, None
+    if cfg.num_draft_rows is None or not 0 < cfg.num_draft_rows <= len(ranking):
+        raise ConfigError(
+            f"draft.logits_from={cfg.logits_from} needs draft.num_draft_rows from 1 to "
+            f"{len(ranking)}, not {cfg.num_draft_rows}"
+        )
+    rows = make_vocab_map(
+        ranking[: cfg.num_draft_rows].sort().values.to(target.lm_head.device),
+        target.lm_head.shape[0],
+    )
+    return target.lm_head[rows.d2t], rows.d2t, rows.t2d
+
+
+def evaluate(
+    cfg: DictConfig, models: Models, stages: BoundStages, prompts: PromptSet
+) -> dict[str, Any]:
+    """Acceptance of the head in `models` on a prompt set, decoded."""
+    began = time.perf_counter()
+    decoded = decode_prompts(cfg, models, stages, prompts)
+    summary = metrics.summarize(decoded.outputs, stages.num_draft_tokens)
+    low, high = summary["acceptance_length_ci95"]
+    return {
+        "acceptance_length": summary["acceptance_length"],
+        "acceptance_length_low": low,
+        "acceptance_length_high": high,
+        "acceptance_length_low_repeat": summary["acceptance_length_low_repeat"],
+        "repeated_8gram_share": summary["repeated_8gram_share"],
+        **{f"kept_{j}": v for j, v in enumerate(summary["per_position_joint"], 1)},
+        "seconds": time.perf_counter() - began,
+    }
