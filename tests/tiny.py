@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -232,3 +233,16 @@ def prefill(
         for i, a, b in zip(live, batch.query_start, batch.query_start[1:], strict=False):
             hidden[i].append(out[a:b])
     return [torch.cat(parts) for parts in hidden]
+
+
+def logits(target: Target, prompt: Sequence[int] = (5, 9, 20, 33, 7)) -> Tensor:
+    """Logits [n, V] of one prompt in a cache of its own."""
+    cache = target.new_cache(len(prompt) // 4 + 2, 4)
+    return target.logits(prefill(target, [prompt], cache, 4)[0])
+
+
+def one_line_error(call: Callable[[], Any], error: type[Exception], match: str) -> None:
+    """Expects a one-line message."""
+    with pytest.raises(error, match=match) as raised:
+        call()
+    assert "\n" not in str(raised.value)
