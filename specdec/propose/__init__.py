@@ -4,11 +4,26 @@
 `num_draft_tokens`; drafts of finished or still prefilling requests are dropped by `commit_`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from specdec.models.batch import Batch
 from specdec.state import PLACEHOLDER_TOKEN_ID, Committed, Drafts, State
+
+
+def proposer(*, uses_draft: bool) -> Callable[[Callable], Callable]:
+    """Declares whether a proposer needs a draft model; the function itself is left as it is.
+
+    A function that declares nothing gets the model where one is configured, else None.
+    """
+
+    def declare(function: Callable) -> Callable:
+        function.uses_draft = uses_draft
+        return function
+
+    return declare
 
 
 def no_drafts(num_requests: int, device: torch.device) -> Drafts:

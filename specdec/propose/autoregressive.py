@@ -5,12 +5,13 @@ from torch import Tensor
 
 from specdec.keys import Keys
 from specdec.models.batch import Batch, TargetOutput
-from specdec.propose import next_token_ids, no_drafts
+from specdec.propose import next_token_ids, no_drafts, proposer
 from specdec.sampling import DraftSample, sample_draft
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
 from specdec.step import Model, attention_group, slot_of
 
 
+@proposer(uses_draft=True)
 def autoregressive(
     state: State,
     batch: Batch,

@@ -3,11 +3,12 @@
 import torch
 
 from specdec.models.batch import Batch, TargetOutput
-from specdec.propose import texts_after
+from specdec.propose import proposer, texts_after
 from specdec.state import PLACEHOLDER_TOKEN_ID, Committed, Drafts, State
 from specdec.step import Model
 
 
+@proposer(uses_draft=False)
 def ngram(
     state: State,
     batch: Batch,

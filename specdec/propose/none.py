@@ -1,11 +1,12 @@
 """Plain decoding: no drafts, whatever `num_draft_tokens` says."""
 
 from specdec.models.batch import Batch, TargetOutput
-from specdec.propose import no_drafts
+from specdec.propose import no_drafts, proposer
 from specdec.state import Committed, Drafts, State
 from specdec.step import Model
 
 
+@proposer(uses_draft=False)
 def none(
     state: State,
     batch: Batch,

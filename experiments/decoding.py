@@ -1,0 +1,199 @@
+"""Decode a prompt set with the engine, and the same requests plainly beside it for the speedup."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from specdec.build import BoundStages, Models, build_engine, context_length
+from specdec.engine import Engine, Result, generate
+from specdec.errors import RequestError
+from specdec.metrics import Output
+from specdec.prompts import Prompt, PromptSet, render
+from specdec.schedule import Request
+
+MAX_CHUNKS = 8  # alternations between the two engines
+WARMUP_TOKENS = 8
+
+
+class Task(NamedTuple):
+    """One request and where it comes from."""
+
+    prompt: Prompt
+    turn: int
+    sample: int
+    request: Request
+
+
+class Decoded(NamedTuple):
+    """Outputs in prompt-file order, then turn, then sample; times are of decoding alone, with the
+    prefills and without loading and warm-up."""
+
+    outputs: list[Output]
+    texts: list[str]  # of each output
+    seconds: float
+    baseline_tokens: int
+    baseline_seconds: float
+
+
+def request_seed(seed: int, prompt_id: str, turn: int, sample: int) -> int:
+    """A request's own seed [0, 2^63): the same whichever other prompts are run."""
+    key = f"{seed}/{prompt_id}/{turn}/{sample}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+
+
+def decode_prompts(
+    cfg: DictConfig,
+    models: Models,
+    bound: BoundStages,
+    prompts: PromptSet,
+    *,
+    baseline: BoundStages | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Decoded:
+    """Run every turn of every prompt, a turn of all prompts at a time with continuous batching.
+
+    Args:
+        baseline: stages that decode the same requests too, in alternating chunks of prompts.
+        advance: called when an output of `bound` is complete.
+
+    Raises:
+        RequestError: a prompt does not fit the context.
+    """
+    finished: dict[tuple[str, int, int], tuple[Task, Result, str]] = {}
+    answers: dict[tuple[str, int], list[str]] = {}
+    seconds, baseline_seconds, baseline_tokens = 0.0, 0.0, 0
+    for turn in range(max(len(p.turns) for p in prompts.prompts)):
+        tasks = turn_tasks(cfg, models, prompts, turn, answers)
+        requests = [task.request for task in tasks]
+        engines = [_engine(cfg, models, stages, requests) for stages in (bound, baseline) if stages]
+        results, taken = interleave(engines, requests, advance)
+        seconds += taken[0]
+        if baseline is not None:
+            baseline_seconds += taken[1]
+            baseline_tokens += sum(len(r.token_ids) for r in results[1])
+        for task, result in zip(tasks, results[0], strict=True):
+            text = models.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
+            answers.setdefault((task.prompt.prompt_id, task.sample), []).append(text)
+            finished[task.prompt.prompt_id, turn, task.sample] = (task, result, text)
+    ordered = [
+        finished[p.prompt_id, turn, sample]
+        for p in prompts.prompts
+        for turn in range(len(p.turns))
+        for sample in range(cfg.sampling.num_samples)
+    ]
+    outputs = [output_of(models.tokenizer, task, result) for task, result, _ in ordered]
+    texts = [text for _, _, text in ordered]
+    return Decoded(outputs, texts, seconds, baseline_tokens, baseline_seconds)
+
+
+def _engine(
+    cfg: DictConfig, models: Models, stages: BoundStages, requests: Sequence[Request]
+) -> Engine:
+    longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
+    engine = build_engine(cfg, models, stages, longest=longest, num_requests=len(requests))
+    warm_up(engine, requests[0])
+    return engine
+
+
+def turn_tasks(
+    cfg: DictConfig,
+    models: Models,
+    prompts: PromptSet,
+    turn: int,
+    answers: dict[tuple[str, int], list[str]],
+) -> list[Task]:
+    """The requests of one turn, in the order of the prompts, then samples.
+
+    Args:
+        answers: texts of the earlier turns by (prompt id, sample).
+    """
+    limit = context_length(cfg, models)
+    tasks = []
+    for prompt in prompts.prompts:
+        for sample in range(cfg.sampling.num_samples if turn < len(prompt.turns) else 0):
+            history = answers.get((prompt.prompt_id, sample), [])
+            ids = tuple(render(prompts, prompt, models.tokenizer, history))
+            if len(ids) >= limit:
+                raise RequestError(
+                    f"prompt {prompt.prompt_id!r} (turn {turn + 1}) has {len(ids)} tokens and the "
+                    f"context holds {limit}; shorten or remove it"
+                )
+            seed = request_seed(cfg.sampling.seed, prompt.prompt_id, turn, sample)
+            tasks.append(Task(prompt, turn, sample, make_request(cfg, ids, seed)))
+    return tasks
+
+
+def make_request(cfg: DictConfig, prompt_ids: tuple[int, ...], seed: int) -> Request:
+    sampling = cfg.sampling
+    return Request(
+        prompt_ids=prompt_ids,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=max(sampling.top_k or 0, 0),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=seed,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def output_of(tokenizer: Any, task: Task, result: Result) -> Output:
+    def num_bytes(ids: Sequence[int]) -> int:
+        return len(tokenizer.decode(list(ids), skip_special_tokens=True).encode())
+
+    return Output(
+        prompt_id=task.prompt.prompt_id,
+        turn=task.turn,
+        category=task.prompt.category,
+        sample=task.sample,
+        token_ids=result.token_ids,
+        rounds=result.rounds,
+        num_bytes=max(0, num_bytes(result.token_ids) - num_bytes(result.token_ids[:1])),
+        seconds=result.seconds,
+        finish_reason=result.finish_reason,
+    )
+
+
+def warm_up(engine: Engine, request: Request) -> None:
+    """Touch every shape once, so that no first call is timed."""
+    tokens = min(WARMUP_TOKENS, request.max_tokens)
+    short = Request(**{**request.__dict__, "max_tokens": tokens, "ignore_eos": True})
+    generate(engine, [short])
+
+
+def interleave(
+    engines: Sequence[Engine],
+    requests: Sequence[Request],
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[list[list[Result]], list[float]]:
+    """Run the same requests through each engine.
+
+    With several engines the requests are cut into chunks that fill a batch; the engines take turns
+    and change their order from chunk to chunk, so that a drift of the machine's speed meets both.
+
+    Returns:
+        Results of each engine in the order of `requests`, and its seconds.
+    """
+    results: list[list[Result]] = [[] for _ in engines]
+    seconds = [0.0] * len(engines)
+    num_chunks = 1
+    if len(engines) > 1:
+        fitting = len(requests) // engines[0].limits.max_num_seqs
+        num_chunks = min(max(fitting, 2), MAX_CHUNKS, len(requests))
+    bounds = [len(requests) * i // num_chunks for i in range(num_chunks + 1)]
+    for chunk, (start, end) in enumerate(pairwise(bounds)):
+        order = list(range(len(engines)))
+        for index in order if chunk % 2 == 0 else order[::-1]:
+
+            def on_output(output: Any, first: bool = index == 0) -> None:
+                if first and output.finish_reason:
+                    advance()
+
+            began = time.perf_counter()
+            results[index].extend(generate(engines[index], requests[start:end], on_output))
+            seconds[index] += time.perf_counter() - began
+    return results, seconds

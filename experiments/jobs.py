@@ -1,0 +1,183 @@
+"""What every Hydra script shares: one clear line for a user's error, a status file for every job, a
+sweep's table rebuilt after each job."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from specdec.checks import (
+    check_hydra_overrides,
+    check_keys,
+    config_hash,
+    normalise_,
+    one_line,
+    plain,
+)
+from specdec.config import register_schemas
+from specdec.experiments.loggers import JobInfo
+
+STATUS = "status.json"
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(Exception):
+    """Carries a job's failure through Hydra after it was reported."""
+
+
+class _WithoutHydraLine:
+    """stderr without the line that Hydra adds to each failure; ours names the job already."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if text.startswith("Error executing job with overrides:"):
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def hydra_script(
+    config_name: str, *, record: bool = True
+) -> Callable[[Callable[[DictConfig, Path], Any]], Callable[[], None]]:
+    """Turn `task(cfg, folder)` into a script's `main()`.
+
+    A user's error (a key, a value, a checkpoint, a file) is one line on stderr, any other error its
+    traceback; the exit status is then 1. In a sweep the other jobs still run.
+
+    Args:
+        record: keep `status.json` and, in a sweep, the combined table.
+    """
+
+    def decorate(task: Callable[[DictConfig, Path], Any]) -> Callable[[], None]:
+        def job(cfg: DictConfig) -> Any:
+            if record:
+                return run_job(task, cfg)
+            check_keys(cfg)
+            return task(cfg, Path(HydraConfig.get().runtime.output_dir))
+
+        job.__module__ = task.__module__
+        job.__qualname__ = job.__name__ = task.__name__
+
+        def main() -> None:
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach the lines below
+            register_schemas()
+            script = hydra.main(
+                version_base="1.3", config_path="pkg://specdec.conf", config_name=config_name
+            )(job)
+            try:
+                with contextlib.redirect_stderr(_WithoutHydraLine(sys.stderr)):
+                    script()
+            except JobFailed:
+                sys.exit(1)
+            except Exception as error:
+                line = one_line(error)
+                if line is None:
+                    raise
+                print(f"error: {line}", file=sys.stderr)
+                sys.exit(1)
+
+        return main
+
+    return decorate
+
+
+def run_job(task: Callable[[DictConfig, Path], Any], cfg: DictConfig) -> Any:
+    """Run one job; leave `status.json` in its folder and, on an error, the traceback in its log.
+
+    Raises:
+        JobFailed: the task raised; what it raised was reported and is the cause.
+    """
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
+    sweep = Path(settings.sweep.dir) if settings.mode == RunMode.MULTIRUN else None
+    status = {
+        "status": "running",
+        "job": folder.name if sweep is None else os.path.relpath(folder, sweep),
+        "overrides": list(settings.overrides.task),
+        "choices": {k: v for k, v in settings.runtime.choices.items() if "hydra/" not in k},
+        "config_hash": None,
+        "error": None,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": None,
+    }
+    began = time.perf_counter()
+    try:
+        check_hydra_overrides(settings)
+        check_keys(cfg)
+        normalise_(cfg)
+        status["config_hash"] = config_hash(plain(cfg))
+        _write_status(folder, status)
+        value = task(cfg, folder)
+        status["status"] = "done"
+        return value
+    except Exception as error:
+        status["status"] = "failed"
+        status["error"] = one_line(error) or f"{type(error).__name__}: {error}"
+        _report(error, sweep and status["job"], status["overrides"])
+        raise JobFailed(status["error"]) from error
+    except BaseException:
+        status["status"] = "interrupted"
+        raise
+    finally:
+        status["seconds"] = round(time.perf_counter() - began, 3)
+        _write_status(folder, status)
+        if sweep is not None:
+            from specdec.experiments.sweep import rebuild
+
+            rebuild(sweep)
+
+
+def job_info(cfg: DictConfig, folder: Path, job_type: str) -> JobInfo:
+    """The current job as a logger sees it."""
+    settings = HydraConfig.get()
+    in_sweep = settings.mode == RunMode.MULTIRUN
+    return JobInfo(
+        folder=folder,
+        config=plain(cfg),
+        name=",".join(settings.overrides.task) or settings.job.name,
+        group=Path(settings.sweep.dir).name if in_sweep else None,
+        job_type=job_type,
+    )
+
+
+def in_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _write_status(folder: Path, status: dict[str, Any]) -> None:
+    write_json(folder / STATUS, status)
+
+
+def _report(error: Exception, job: str | None, overrides: list[str]) -> None:
+    """The error on stderr, and its traceback in the job's own log."""
+    text = "".join(traceback.format_exception(error))
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+    line = one_line(error)
+    where = f"job {job} ({', '.join(overrides)}): " if job else ""
+    print(f"error: {where}{line}" if line else f"{where}\n{text}".lstrip(), file=sys.stderr)

@@ -1,0 +1,93 @@
+"""Plots as PNG files. matplotlib is imported when one is drawn; no global state of it is used."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.metrics import Output, by_prompt, count_rounds
+
+
+def _figure(width: float, height: float):
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports its font cache
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=120)
+    part.replace(path)
+
+
+def plot_acceptance(outputs: Sequence[Output], summary: dict[str, Any], path: Path) -> None:
+    """Acceptance by position, by category, and over prompts."""
+    figure = _figure(13, 3.8)
+    by_position, by_category, over_prompts = figure.subplots(1, 3)
+
+    joint = [v or 0.0 for v in summary["per_position_joint"]]
+    conditional = [v or 0.0 for v in summary["per_position_conditional"]]
+    positions = list(range(1, len(joint) + 1))
+    by_position.bar([p - 0.2 for p in positions], conditional, 0.4, label="all before it kept")
+    by_position.bar([p + 0.2 for p in positions], joint, 0.4, label="all drafts")
+    by_position.set(xlabel="draft position", ylabel="share kept", ylim=(0, 1), xticks=positions)
+    if positions:
+        by_position.legend(frameon=False)
+
+    rounds: dict[str, list] = {}
+    for output in outputs:
+        rounds.setdefault(output.category, []).extend(output.rounds)
+    counts = {category: count_rounds(r) for category, r in rounds.items()}
+    lengths = {category: c.committed / c.rounds for category, c in counts.items() if c.rounds}
+    by_category.barh(list(lengths), list(lengths.values()))
+    by_category.invert_yaxis()
+    by_category.set(xlabel="acceptance length")
+
+    prompts = [c.committed / c.rounds for c in by_prompt(outputs).values() if c.rounds]
+    over_prompts.hist(prompts, bins=20)
+    over_prompts.set(xlabel="acceptance length of a prompt", ylabel="prompts")
+    if summary["acceptance_length"] is not None:
+        over_prompts.axvline(summary["acceptance_length"], color="black", linestyle="--")
+    _save(figure, path)
+
+
+def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) -> None:
+    """Acceptance length with its interval over the first swept key that is a number, one line for
+    each combination of the others; over the jobs where no key is a number."""
+    figure = _figure(7, 4.2)
+    axes = figure.subplots()
+    done = [row for row in rows if row.get("acceptance_length") is not None]
+    x_key = next((k for k in keys if all(_is_number(row.get(k)) for row in done)), None)
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in done:
+        others = [k for k in keys if k != x_key] if x_key else []
+        label = ", ".join(f"{k.rpartition('.')[2]}={row.get(k, '')}" for k in others)
+        series.setdefault(label, []).append(row)
+    for label, members in series.items():
+        if x_key:
+            members.sort(key=lambda row: float(row[x_key]))
+        x = [float(row[x_key]) if x_key else str(row["job"]) for row in members]
+        y = [row["acceptance_length"] for row in members]
+        low = [_gap(r["acceptance_length"], r["acceptance_length_ci95_low"]) for r in members]
+        high = [_gap(r["acceptance_length_ci95_high"], r["acceptance_length"]) for r in members]
+        axes.errorbar(x, y, yerr=[low, high], marker="o", capsize=3, label=label or None)
+    axes.set(xlabel=x_key or "job", ylabel="acceptance length")
+    if any(series):
+        axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _gap(high: float | None, low: float | None) -> float:
+    return 0.0 if high is None or low is None else max(0.0, high - low)

@@ -1,0 +1,153 @@
+"""A sweep's combined table and plot, rebuilt from its run folders.
+
+    python experiments/sweep.py dir=multirun/2026-01-31/12-00-00
+
+Jobs call `rebuild` as they end, so the table is there also when a sweep fails or is killed.
+"""
+
+import csv
+import fcntl
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from specdec.errors import DataError
+from specdec.experiments.jobs import STATUS, hydra_script
+
+TABLE, PLOT = "sweep.csv", "sweep.png"
+NUMBERS = (
+    "num_draft_tokens",
+    "acceptance_length",
+    "acceptance_length_ci95",
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "per_position_conditional",
+    "per_position_joint",
+    "num_verify_rounds",
+    "num_drafted",
+    "num_accepted",
+    "num_output_tokens",
+    "bytes_per_round",
+    "repeated_8gram_share",
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "output_sha256",
+)
+
+
+def rebuild(folder: Path) -> list[dict[str, Any]]:
+    """Read every job below `folder` and write `sweep.csv` and `sweep.png` there.
+
+    Returns:
+        The rows: job, status, one column an override, acceptance numbers, error.
+    """
+    with _locked(folder):
+        rows = read_jobs(folder)
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        columns.sort(key=lambda name: name == "error")  # a long text goes last
+        part = folder / (TABLE + ".part")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        part.replace(folder / TABLE)
+        from specdec.experiments.plots import plot_sweep
+
+        plot_sweep(rows, varied_keys(rows), folder / PLOT)
+    return rows
+
+
+def read_jobs(folder: Path) -> list[dict[str, Any]]:
+    """One row for each job that has a status, in the order of their start."""
+    found = []
+    for path in folder.rglob(STATUS):
+        try:
+            found.append((json.loads(path.read_text(encoding="utf-8")), path.parent))
+        except (json.JSONDecodeError, FileNotFoundError):
+            continue  # a job that is writing it right now
+    found.sort(key=lambda item: (item[0]["started"], _natural(item[0]["job"])))
+    return [_row(status, job) for status, job in found]
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split("/")]
+
+
+def _row(status: dict[str, Any], job: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {"job": status["job"], "status": status["status"]}
+    for override in status["overrides"]:
+        key, _, value = override.partition("=")
+        row[key.lstrip("+~")] = value
+    path = job / "summary.json"
+    if status["status"] == "done" and path.exists():
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        for name in NUMBERS:
+            row.update(_cells(name, summary.get(name)))
+    row["seconds"] = status["seconds"]
+    row["error"] = status["error"] or ""
+    return row
+
+
+def _cells(name: str, value: Any) -> dict[str, Any]:
+    if name.endswith("_ci95"):
+        low, high = value or (None, None)
+        return {f"{name}_low": low, f"{name}_high": high}
+    if isinstance(value, list):
+        return {f"{name}_{j}": v for j, v in enumerate(value, 1)}
+    return {name: value}
+
+
+def varied_keys(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Override columns, in their order, that do not have one value throughout."""
+    overrides = {name: None for row in rows for name in row if _is_override(name, row)}
+    return [name for name in overrides if len({row.get(name) for row in rows}) > 1]
+
+
+def _is_override(name: str, row: dict[str, Any]) -> bool:
+    fixed = ("job", "status", "seconds", "error")
+    return isinstance(row[name], str) and name not in fixed and not name.endswith("sha256")
+
+
+@contextmanager
+def _locked(folder: Path):
+    """One rebuild at a time, also among processes: the last to end has seen every job."""
+    with (folder / ".sweep.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    from specdec.experiments.tables import number, print_table
+
+    keys = varied_keys(rows)
+    numbers = ("acceptance_length", "acceptance_rate", "tokens_per_second", "speedup")
+    shown = [n for n in numbers if any(row.get(n) is not None for row in rows)]
+    print_table(
+        "sweep",
+        ["job", "status", *keys, *shown],
+        [
+            [row["job"], row["status"], *(row.get(k, "") for k in keys)]
+            + [number(row.get(n)) for n in shown]
+            for row in rows
+        ],
+    )
+
+
+@hydra_script("sweep", record=False)
+def main(cfg: DictConfig, _: Path) -> None:
+    folder = Path(cfg.dir)
+    if not folder.is_dir():
+        raise DataError(f"dir={folder} is no folder; give a sweep's hydra.sweep.dir")
+    if not any(folder.rglob(STATUS)):
+        raise DataError(f"dir={folder} holds no job with a {STATUS}")
+    print_rows(rebuild(folder))
+    print(f"table: {folder / TABLE}")
+
+
+if __name__ == "__main__":
+    main()

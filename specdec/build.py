@@ -1,0 +1,295 @@
+"""From a configuration to bound stages, loaded models and an engine."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from specdec import runtime
+from specdec.cache import blocks_for
+from specdec.checks import NO_PROPOSAL, plain
+from specdec.engine import Engine
+from specdec.errors import ConfigError, did_you_mean
+from specdec.models.batch import Draft, Target
+from specdec.models.load import load_draft, load_target
+from specdec.models.tokenizer import eos_token_ids, load_tokenizer
+from specdec.schedule import Limits
+from specdec.step import Stages
+from specdec.verify import traits_of
+
+STAGE_ARGS = {
+    "schedule": ("requests", "limits"),
+    "verify": ("dist", "drafts", "keys"),
+    "postprocess": ("state", "batch", "verification"),
+    "propose": ("state", "batch", "committed", "out", "draft"),
+}
+
+
+class BoundStages(NamedTuple):
+    """The four stages and what the engine has to know about them."""
+
+    stages: Stages
+    num_draft_tokens: int
+    draft_sampling: str  # greedy | sample | shared
+    uses_draft: bool | None  # None: the proposer does not say
+
+
+class Models(NamedTuple):
+    target: Target
+    draft: Draft | None
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def bind(
+    node: DictConfig | Mapping[str, Any],
+    *,
+    fn_args: Sequence[str] = (),
+    offered: Mapping[str, Any] | None = None,
+    key: str | None = None,
+) -> partial:
+    """Bind a config node's keywords to the function that its `_target_` names, once.
+
+    Args:
+        fn_args: names of the positional arguments that the caller will pass.
+        offered: keywords that are passed only if the function takes them.
+        key: the node's place in the configuration, for messages.
+
+    Raises:
+        ConfigError: the function is not found, or its signature lacks a keyword or a positional
+            argument, or needs a keyword that the node does not give.
+    """
+    if isinstance(node, DictConfig):
+        key = key or str(node._get_full_key(None)) or None
+        values: Any = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    else:
+        values = dict(node)
+    target = values.pop("_target_", None)
+    keywords = {str(k): v for k, v in values.items() if k != "_partial_"}
+    label = f"{key}._target_={target}" if key else str(target)
+    function = _locate(target, label)
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < len(fn_args) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise ConfigError(f"{label} must take the arguments ({', '.join(fn_args)})")
+    passed = {p.name for p in positional[: len(fn_args)]}
+    valid = [
+        p.name
+        for p in parameters
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in passed
+    ]
+    for name in keywords:
+        if name not in valid and not takes_any:
+            takes = f"it takes: {', '.join(valid)}" if valid else "it takes no keywords"
+            where = f"{key}.{name}" if key else name
+            hint = did_you_mean(name, valid)
+            raise ConfigError(f"unknown key {where}: {target} has no such keyword{hint} ({takes})")
+    for name, value in (offered or {}).items():
+        if name in valid or takes_any:
+            keywords.setdefault(name, value)
+    missing = [
+        p.name
+        for p in parameters
+        if p.name in valid and p.default is p.empty and p.name not in keywords
+    ]
+    if missing:
+        where = f"{key}.{missing[0]}" if key else missing[0]
+        raise ConfigError(
+            f"{label} needs the keyword {missing[0]!r}; set {where} (it takes: {', '.join(valid)})"
+        )
+    return partial(function, **keywords)
+
+
+def _locate(target: Any, label: str) -> Any:
+    """The callable that a dotted path names; its module is found on PYTHONPATH."""
+    if not isinstance(target, str) or not target.strip("."):
+        raise ConfigError(f"{label}: give the dotted path of a function")
+    module_name, _, name = target.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{label} must be a dotted path, MODULE.FUNCTION")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(f"{label}: no module {error.name!r} on PYTHONPATH") from error
+        raise ConfigError(f"{label}: importing {module_name} failed: {error}") from error
+    except Exception as error:
+        kind = type(error).__name__
+        raise ConfigError(f"{label}: importing {module_name} failed: {kind}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        close = difflib.get_close_matches(name, public, n=1)
+        hint = f"; did you mean {module_name}.{close[0]}?" if close else ""
+        raise ConfigError(f"{label}: {module_name} has no function {name!r}{hint}")
+    return function
+
+
+def build_stages(cfg: DictConfig) -> BoundStages:
+    """Bind the four stages; `propose.draft_sampling=auto` becomes what the rule's traits ask for.
+
+    Raises:
+        ConfigError: see `bind`; also for a rule that is right at temperature 0 only, above it.
+    """
+    verify = bind(cfg.verify, fn_args=STAGE_ARGS["verify"], key="verify")
+    temperature = cfg.sampling.temperature
+    if temperature > 0 and traits_of(verify).greedy_only:
+        raise ConfigError(
+            f"verify={verify.func.__name__} cannot run with sampling.temperature={temperature}; "
+            "use verify=rejection, which is exactly greedy at temperature 0"
+        )
+    postprocess = bind(cfg.postprocess, fn_args=STAGE_ARGS["postprocess"], key="postprocess")
+    num_draft_tokens = 0 if cfg.propose._target_ == NO_PROPOSAL else cfg.propose.num_draft_tokens
+    sampling = _draft_sampling(verify, cfg.propose.draft_sampling)
+    # Left at their defaults these are conveniences, which a proposer of one's own may lack.
+    offered = {"draft_sampling": sampling, "temperature": cfg.propose.temperature}
+    node = dict(OmegaConf.to_container(cfg.propose, resolve=True, throw_on_missing=True))
+    node["num_draft_tokens"] = num_draft_tokens
+    for name, neutral in (("draft_sampling", "auto"), ("temperature", None)):
+        if node[name] == neutral:
+            del node[name]
+    propose = bind(node, fn_args=STAGE_ARGS["propose"], offered=offered, key="propose")
+    schedule = bind(
+        cfg.schedule,
+        fn_args=STAGE_ARGS["schedule"],
+        offered={"num_draft_tokens": num_draft_tokens},
+        key="schedule",
+    )
+    stages = Stages(schedule, verify, postprocess, propose)
+    uses_draft = getattr(propose.func, "uses_draft", None)
+    return BoundStages(stages, num_draft_tokens, sampling, uses_draft)
+
+
+def _draft_sampling(verify: partial, asked: str) -> str:
+    traits = traits_of(verify)
+    if asked != "auto":
+        if traits.noise == "shared":
+            raise ConfigError(
+                f"verify.noise=shared hands the drafter the target's noise; "
+                f"propose.draft_sampling={asked} contradicts it, use auto"
+            )
+        return asked
+    if traits.noise == "shared":
+        return "shared"
+    return "sample" if traits.wants_draft_probs else "greedy"
+
+
+def plain_stages(cfg: DictConfig) -> BoundStages:
+    """The same stages without drafts, for the baseline."""
+    untyped = OmegaConf.create(plain(cfg))
+    untyped.propose = {
+        "_target_": NO_PROPOSAL,
+        "num_draft_tokens": 0,
+        "draft_sampling": "auto",
+        "temperature": None,
+    }
+    return build_stages(untyped)
+
+
+def load_models(cfg: DictConfig, *, uses_draft: bool | None) -> Models:
+    """Load what a run needs. Jobs of one process share the target and the draft.
+
+    Args:
+        uses_draft: False leaves the draft out, True requires one, None loads one where
+            `draft.path` is set.
+
+    Raises:
+        ConfigError: a draft is required and `draft.path` is null.
+        CheckpointError: see `load_target` and `load_draft`.
+    """
+    device = runtime.pick_device(cfg.device)
+    dtype = runtime.pick_dtype(cfg.dtype, device)
+    target_key = (cfg.target.path, device, dtype, cfg.target.family)
+    if uses_draft and cfg.draft.path is None:
+        raise ConfigError(
+            "propose=autoregressive drafts with a head and draft.path is null; "
+            "set draft.path, or use propose=ngram or propose=none"
+        )
+    target = _target(*target_key)
+    draft = None
+    if uses_draft is not False and cfg.draft.path is not None:
+        keywords = OmegaConf.to_container(cfg.draft, resolve=True)
+        draft = _draft(target_key, tuple(sorted(keywords.items())))
+    tokenizer = _tokenizer(cfg.target.path)
+    return Models(target, draft, tokenizer, _eos_ids(cfg.target.path), device, dtype)
+
+
+@lru_cache(maxsize=1)
+def _target(path: str, device: torch.device, dtype: torch.dtype, family: str | None) -> Target:
+    return load_target(path, device=device, dtype=dtype, family=family)
+
+
+@lru_cache(maxsize=2)
+def _draft(target_key: tuple, keywords: tuple[tuple[str, Any], ...]) -> Draft:
+    _, device, dtype, _ = target_key
+    options = dict(keywords)
+    return load_draft(
+        options.pop("path"), _target(*target_key), device=device, dtype=dtype, **options
+    )
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(path: str) -> Any:
+    return load_tokenizer(path)
+
+
+@lru_cache(maxsize=2)
+def _eos_ids(path: str) -> tuple[int, ...]:
+    return tuple(eos_token_ids(path))
+
+
+def context_length(cfg: DictConfig, models: Models) -> int:
+    """The longest prompt + output that this target, draft and configuration allow."""
+    limit = models.target.max_position
+    if models.draft is not None:
+        limit = min(limit, models.draft.max_position)
+    asked = cfg.cache.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"cache.max_model_len={asked} exceeds the {limit} positions of the model; lower it"
+        )
+    return asked or limit
+
+
+def build_engine(
+    cfg: DictConfig, models: Models, bound: BoundStages, *, longest: int, num_requests: int
+) -> Engine:
+    """An engine with room for `longest` tokens a request.
+
+    Args:
+        longest: prompt + output of the longest request; cut to the context's length.
+        num_requests: no more slots than this are reserved.
+    """
+    max_model_len = min(longest, context_length(cfg, models))
+    num_seqs = max(1, min(cfg.schedule.max_num_seqs, num_requests))
+    block_size = cfg.cache.block_size
+    per_request = blocks_for(max_model_len + bound.num_draft_tokens, block_size)
+    num_blocks = cfg.cache.num_blocks
+    if num_blocks is None:
+        draft = models.draft if bound.uses_draft is not False else None
+        fit = runtime.blocks_that_fit(models.target, draft, block_size, models.device)
+        num_blocks = min(num_seqs * per_request + 1, max(fit, per_request + 1))
+    limits = Limits(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=cfg.schedule.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_draft_tokens=bound.num_draft_tokens,
+    )
+    return Engine(
+        models.target,
+        models.draft if bound.uses_draft is not False else None,
+        bound.stages,
+        limits,
+        eos_token_ids=models.eos_token_ids,
+        draft_sampling=bound.draft_sampling,
+    )

@@ -1,0 +1,190 @@
+"""Checks of a composed configuration: one line each, with the key, the value and the fix."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specdec.config import StageConfig
+from specdec.errors import ConfigError, SpecdecError, did_you_mean
+
+NO_PROPOSAL = "specdec.propose.none.none"
+RENAMED = {"num_speculative_tokens": "num_draft_tokens"}  # other engines' names
+MAX_SEED = 2**63 - 1
+
+
+def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: v >= low, f"an integer of at least {low}"
+
+
+def _null_or(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
+    holds, what = check
+    return lambda v: v is None or holds(v), f"null or {what}"
+
+
+def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: v in names, f"one of {', '.join(names)}"
+
+
+_TEMPERATURE = (lambda v: math.isfinite(v) and v >= 0, "a finite number of at least 0")
+_SEED = (lambda v: -MAX_SEED - 1 <= v <= MAX_SEED, "a 64-bit integer")
+
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "sampling.temperature": _TEMPERATURE,
+    "sampling.top_k": (lambda v: v is None or v >= -1, "null (off) or a positive integer"),
+    "sampling.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "sampling.min_p": (lambda v: 0 <= v <= 1, "from 0 to 1"),
+    "sampling.max_tokens": _at_least(1),
+    "sampling.num_samples": _at_least(1),
+    "sampling.seed": _SEED,
+    "seed": _SEED,
+    "propose.num_draft_tokens": _at_least(0),
+    "propose.draft_sampling": _one_of("auto", "greedy", "sample"),
+    "propose.temperature": _null_or(_TEMPERATURE),
+    "propose.min_ngram": _at_least(1),
+    "propose.max_ngram": _at_least(1),
+    "verify.noise": _one_of("independent", "shared"),
+    "schedule.max_num_seqs": _at_least(1),
+    "schedule.max_num_batched_tokens": _at_least(1),
+    "cache.block_size": _at_least(1),
+    "cache.num_blocks": _null_or(_at_least(2)),
+    "cache.max_model_len": _null_or(_at_least(2)),
+    "kernels.backend": _one_of("torch"),
+    "data.num_prompts": _null_or(_at_least(1)),
+    "data.turns": _one_of("first", "all"),
+    "device": (
+        lambda v: v in ("auto", "cpu", "cuda") or v.startswith("cuda:"),
+        "one of auto, cpu, cuda",
+    ),
+    "dtype": _one_of("auto", "float32", "bfloat16"),
+    "num_threads": _null_or(_at_least(1)),
+    "logger.mode": _null_or(_one_of("online", "offline", "disabled")),
+}
+
+
+def check_values(cfg: DictConfig) -> None:
+    """Raises ConfigError for the first value, or pair of values, that cannot run.
+
+    A value whose key is not in the schema is the affair of the function that takes it.
+    """
+    for key, (holds, what) in CHECKS.items():
+        node, _, name = key.rpartition(".")
+        parent = OmegaConf.select(cfg, node) if node else cfg
+        if parent is None or name not in _field_names(OmegaConf.get_type(parent)):
+            continue
+        value = parent[name]
+        if not holds(value):
+            shown = "null" if value is None else value
+            hint = did_you_mean(value, what.split(" ")) if isinstance(value, str) else ""
+            raise ConfigError(f"{key}={shown} must be {what}{hint}")
+    lowest, highest = (OmegaConf.select(cfg, f"propose.{m}_ngram") for m in ("min", "max"))
+    if lowest is not None and highest is not None and lowest > highest:
+        raise ConfigError(f"propose.min_ngram={lowest} exceeds propose.max_ngram={highest}")
+
+
+def normalise_(cfg: DictConfig) -> None:
+    """Record K = 0 for plain decoding, whatever the key says."""
+    if OmegaConf.select(cfg, "propose._target_") == NO_PROPOSAL:
+        cfg.propose.num_draft_tokens = 0
+
+
+def check_keys(cfg: DictConfig) -> None:
+    """Raises ConfigError for a key without a value, or one that no schema knows (`+key=value`).
+
+    A stage's extra keys are left alone: `build.bind` compares them with its function's keywords.
+    """
+    schema = OmegaConf.get_type(cfg)
+    names = _field_names(schema)
+    for key in cfg:
+        if (names and key not in names and not issubclass(schema, StageConfig)) or key in RENAMED:
+            raise ConfigError(unknown_key(_full_key(cfg, key), schema))
+        if OmegaConf.is_missing(cfg, key):
+            raise ConfigError(f"{_full_key(cfg, key)} has no value; give one")
+        node = cfg._get_node(key)
+        if isinstance(node, DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(node)):
+            check_keys(node)
+
+
+def _full_key(cfg: DictConfig, key: Any) -> str:
+    return cfg._get_full_key(key)
+
+
+def _field_names(schema: Any) -> list[str]:
+    if not dataclasses.is_dataclass(schema):
+        return []
+    return [f.name for f in dataclasses.fields(schema)]
+
+
+def check_hydra_overrides(settings: DictConfig) -> None:
+    """The same for what the command line sets under `hydra.`, as `+hydra.typo=1` can."""
+    for override in settings.overrides.hydra:
+        node: Any = settings
+        path = override.partition("=")[0].lstrip("+~").split(".")[1:]
+        for depth, name in enumerate(path):
+            schema = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+            names = _field_names(schema)
+            if names and name not in names:
+                raise ConfigError(unknown_key(".".join(["hydra", *path[: depth + 1]]), schema))
+            node = node._get_node(name) if isinstance(node, DictConfig) else None
+
+
+def unknown_key(full_key: str, schema: Any) -> str:
+    """The line about a key that its schema does not have."""
+    name = full_key.rpartition(".")[2]
+    if name in RENAMED:
+        return f"unknown key {full_key}; it is called {full_key[: -len(name)]}{RENAMED[name]} here"
+    known = [v for v in _field_names(schema) if not v.startswith("_")]
+    hint = did_you_mean(name, known)
+    if not hint and issubclass(schema, StageConfig):
+        hint = f"; a keyword of your own function is added with +{full_key}="
+    return f"unknown key {full_key}{hint} (known: {', '.join(known) or 'none'})"
+
+
+def one_line(error: BaseException) -> str | None:
+    """What to tell a user about an error that is theirs to mend; None for any other."""
+    if isinstance(error, SpecdecError):
+        return _fold(error)
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        options = [o for o in error.options if not o.startswith("_")]
+        hint = did_you_mean(name, options)
+        return f"{group}={name} does not exist{hint} (known: {', '.join(options)})"
+    cause = error.__cause__ if isinstance(error, HydraException) else error
+    if isinstance(cause, OmegaConfBaseException):
+        return _about_omegaconf(error, cause)
+    if isinstance(error, HydraException):
+        return _fold(error)
+    return None
+
+
+def _about_omegaconf(error: BaseException, cause: OmegaConfBaseException) -> str:
+    what = str(cause).partition("\n")[0]
+    schema = cause.object_type
+    if "not in" in what and cause.full_key and dataclasses.is_dataclass(schema):
+        return unknown_key(cause.full_key, schema)
+    key = f"{cause.full_key}: " if cause.full_key and cause.full_key not in what else ""
+    lead = str(error).partition("\n")[0]
+    return f"{key}{what}" if cause is error or not lead else f"{key}{what} ({lead})"
+
+
+def _fold(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as a plain nested dict, every interpolation resolved."""
+    container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Identifies a resolved configuration; equal for equal nested values."""
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

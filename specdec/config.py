@@ -1,0 +1,170 @@
+"""Typed keys of the Hydra configuration. Nothing heavy is imported here: `--help` stays fast.
+
+Each group file in conf/ lists its schema from here in its defaults, so that a misspelled key or a
+value of the wrong type is refused while the configuration is composed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class TargetConfig:
+    path: str = MISSING  # folder, GGUF file, package:DISTRIBUTION/FILE, or pretrained/NAME
+    family: str | None = None  # null: from the checkpoint's own config
+
+
+@dataclass
+class DraftConfig:
+    path: str | None = None  # null: no draft head
+    logits_from: str = "shared"
+    num_draft_rows: int | None = None
+
+
+@dataclass
+class StageConfig:
+    """A function and its keywords; keys beyond the schema must be keywords of `_target_`."""
+
+    _target_: str = MISSING
+    _partial_: bool = True
+
+
+@dataclass
+class ScheduleConfig(StageConfig):
+    _target_: str = "specdec.schedule.schedule"
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+
+
+@dataclass
+class VerifyConfig(StageConfig):
+    pass
+
+
+@dataclass
+class GumbelConfig(VerifyConfig):
+    noise: str = "independent"
+
+
+@dataclass
+class PostprocessConfig(StageConfig):
+    _target_: str = "specdec.postprocess.postprocess"
+
+
+@dataclass
+class ProposeConfig(StageConfig):
+    num_draft_tokens: int = 4
+    draft_sampling: str = "auto"
+    temperature: float | None = None  # of q; null: the request's own
+
+
+@dataclass
+class NgramConfig(ProposeConfig):
+    min_ngram: int = 2
+    max_ngram: int = 4
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    seed: int = 0
+    ignore_eos: bool = False
+    num_samples: int = 1
+
+
+@dataclass
+class CacheConfig:
+    block_size: int = 16
+    num_blocks: int | None = None  # null: enough for max_num_seqs full requests, if memory allows
+    max_model_len: int | None = None  # null: what the prompts and max_tokens need
+
+
+@dataclass
+class KernelsConfig:
+    backend: str = "torch"
+
+
+@dataclass
+class DataConfig(StageConfig):
+    path: str | None = None  # the file of a set that is not built in
+    num_prompts: int | None = None  # null: all; else stratified by category
+    turns: str = "first"
+    system_prompt: str | None = None  # null: the model's own
+    chat_template: str | None = None  # null: the model's own
+
+
+@dataclass
+class LoggerConfig(StageConfig):
+    pass
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    _target_: str = "specdec.experiments.loggers.wandb_run"
+    project: str = "specdec"
+    entity: str | None = None
+    mode: str | None = None  # null: WANDB_MODE, else online with a key, else offline
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class AcceptanceConfig:
+    """Keys of `experiments/acceptance.py`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    postprocess: PostprocessConfig = field(default_factory=PostprocessConfig)
+    propose: ProposeConfig = field(default_factory=ProposeConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None  # null: OMP_NUM_THREADS, else the faster of one and all
+    seed: int = 0
+    measure_baseline: bool = False
+
+
+@dataclass
+class SweepConfig:
+    """Keys of `experiments/sweep.py`."""
+
+    dir: str = MISSING
+
+
+SCHEMAS: dict[str, type] = {
+    "acceptance": AcceptanceConfig,
+    "target": TargetConfig,
+    "draft": DraftConfig,
+    "schedule": ScheduleConfig,
+    "verify": VerifyConfig,
+    "gumbel": GumbelConfig,
+    "postprocess": PostprocessConfig,
+    "propose": ProposeConfig,
+    "ngram": NgramConfig,
+    "sampling": SamplingConfig,
+    "cache": CacheConfig,
+    "kernels": KernelsConfig,
+    "data": DataConfig,
+    "logger": LoggerConfig,
+    "wandb": WandbConfig,
+    "sweep": SweepConfig,
+}
+
+
+def register_schemas(schemas: dict[str, Any] = SCHEMAS) -> None:
+    """Make each schema listable as `/schema/NAME@_here_` in a defaults list."""
+    store = ConfigStore.instance()
+    for name, schema in schemas.items():
+        store.store(group="schema", name=name, node=schema)

@@ -1,0 +1,113 @@
+"""What the machine offers: device, dtype, threads, memory."""
+
+import os
+import platform
+import statistics
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from specdec.errors import ConfigError
+from specdec.models.batch import Draft, Target
+
+CACHE_SHARE = 0.5  # of the memory that is free when the cache is made
+FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+
+
+def pick_device(name: str) -> torch.device:
+    """auto is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name} is unknown; use auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name} is not there; use device=cpu or auto")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto is bfloat16 where it is fast: on CUDA and on CPUs with avx512_bf16 or amx."""
+    if name != "auto":
+        return getattr(torch, name)
+    fast = device.type == "cuda" or cpu_has_fast_bf16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+@lru_cache(maxsize=1)
+def cpu_has_fast_bf16() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return False
+    lines = cpuinfo.read_text(errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return not FAST_BF16_FLAGS.isdisjoint(flags.split())
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    name = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+    return f"cpu ({name.strip() or platform.machine()})"
+
+
+def use_threads(num_threads: int | None, target: Target) -> int:
+    """Set torch's threads on the CPU: as asked, as OMP_NUM_THREADS says, or by a quick trial."""
+    if target.embed.device.type == "cpu":
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        elif not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(_faster_threads(target.lm_head.dtype, target.lm_head.shape[1]))
+    return torch.get_num_threads()
+
+
+@lru_cache(maxsize=4)
+def _faster_threads(dtype: torch.dtype, width: int) -> int:
+    """One or all, whichever runs a decoder-like chain of small products faster just now.
+
+    On a busy machine several threads can be many times slower than one, since each product waits
+    for the last of them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not cores or cores == 1:
+        return 1
+    seconds: dict[int, list[float]] = {1: [], cores: []}
+    rows = torch.full((4, width), 0.01, dtype=dtype)
+    up = torch.full((4 * width, width), 0.01, dtype=dtype)
+    down = torch.full((width, 4 * width), 0.01, dtype=dtype)
+    for _ in range(4):
+        for threads, taken in seconds.items():
+            torch.set_num_threads(threads)
+            began = time.perf_counter()
+            for _ in range(30):
+                torch.nn.functional.linear(torch.nn.functional.linear(rows, up), down)
+            taken.append(time.perf_counter() - began)
+    return min(seconds, key=lambda threads: statistics.median(seconds[threads][1:]))
+
+
+def blocks_that_fit(
+    target: Target, draft: Draft | None, block_size: int, device: torch.device
+) -> int:
+    """Cache blocks that half of the free memory holds."""
+    models = [m for m in (target, draft) if m is not None]
+    caches = [m.new_cache(1, block_size) for m in models]
+    tensors = [t for cache in caches for pool in cache for t in pool]
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    return int(CACHE_SHARE * free_memory(device) / size)
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 * 2**30
