@@ -43,6 +43,11 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
+def unpack(weight: Tensor) -> Tensor:
+    """The plain weight behind a packed one; a plain one unchanged."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed in fp32, returned in x's dtype."""
     return F.rms_norm(x, weight.shape, weight, eps)

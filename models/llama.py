@@ -129,32 +129,6 @@ def forward(
     return TargetOutput(rms_norm(hidden + residual, params.norm, config.rms_norm_eps))
 
 
-def dense_forward(
-    params: LlamaParams, config: LlamaConfig, input_ids: Tensor, attention: AttentionFn
-) -> Tensor:
-    """Whole sequences without a cache: ids [B, S] -> hidden [B, S, H] after the final norm."""
-    positions = torch.arange(input_ids.shape[-1], device=input_ids.device)
-    freq = inv_freq(config.rope, config.head_dim, input_ids.device)
-    hidden, residual = F.embedding(input_ids, params.embed), None
-    rotation = layers.rotary(freq, positions, hidden.dtype, config.rope.attention_factor)
-    for layer in params.layers:
-        hidden, residual = llama_layer(layer, config, hidden, residual, rotation, attention)
-    return rms_norm(hidden + residual, params.norm, config.rms_norm_eps)
-
-
-def causal_attention(config: LlamaConfig) -> AttentionFn:
-    """Attention of [B, S, heads, D] over a whole sequence, each row seeing itself and the past."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (t.transpose(-3, -2) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
-        )
-        return out.transpose(-3, -2)
-
-    return attention
-
-
 def new_cache(
     config: LlamaConfig,
     num_layers: int,

@@ -115,4 +115,4 @@ def test_positions_past_the_trained_length_run():
     prompt = [3 + i % 90 for i in range(50)]
     assert tiny.logits(target, prompt).isfinite().all()
     longer = tiny.tiny_target(max_position_embeddings=4096)
-    assert torch.equal(tiny.logits(target, prompt), tiny.tiny.logits(longer, prompt))
+    assert torch.equal(tiny.logits(target, prompt), tiny.logits(longer, prompt))
