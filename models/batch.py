@@ -1,5 +1,7 @@
 """What a model sees of one step: a ragged, padded batch; and what it gives back."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,8 +43,21 @@ class Batch:
     filters: bool = True  # some request uses top-k, top-p or min-p
 
 
+class CacheShape(NamedTuple):
+    """What an engine reserves; every family makes its cache from these."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int  # rows of State
+    window: int  # most rows of a step whose tokens may be rejected: K_max + 1
+
+
 class Cache(NamedTuple):
-    """Paged keys and values, one entry a layer; contents change only in `write_kv_`."""
+    """Paged keys and values, one entry a layer; contents change only in `write_kv_`.
+
+    A family's own cache is another NamedTuple of tensors that has these two fields; what it keeps
+    a slot instead of a block it resets itself when a request starts at position 0.
+    """
 
     keys: tuple[Tensor, ...]  # each [num_blocks, block_size, Hkv, D]
     values: tuple[Tensor, ...]  # each [num_blocks, block_size, Hkv, Dv]
@@ -50,7 +65,7 @@ class Cache(NamedTuple):
 
 class TargetOutput(NamedTuple):
     hidden: Tensor  # [T, H] after the final norm
-    aux: tuple[Tensor, ...] = ()  # residual streams [T, H] that an Eagle-3 head asked for
+    aux: tuple[Tensor, ...] = ()  # residual streams [T, H] in the order `capture` was given
 
 
 class DraftOutput(NamedTuple):
@@ -72,11 +87,13 @@ class Target(NamedTuple):
     params: Any
     forward: Callable[[Batch, Cache], TargetOutput]  # writes its rows' keys and values in the cache
     logits: Callable[[Tensor], Tensor]  # [N, H] -> [N, V] in the model's dtype
-    new_cache: Callable[[int, int], Cache]  # (num_blocks, block_size)
+    new_cache: Callable[[CacheShape], Cache]
     vocab_size: int  # real ids; logits may be wider (padding columns are never drawn)
     max_position: int
     embed: Tensor  # [V, H], for heads that share it
     lm_head: Tensor  # [V, H]
+    capture: Callable[[tuple[int, ...]], Target] | None = None
+    # (layer counts, see `capture.check_layer_ids`) -> the target whose outputs hold those streams
 
 
 class Draft(NamedTuple):
@@ -88,7 +105,8 @@ class Draft(NamedTuple):
     forward: Callable[[Tensor, Tensor, Batch, Cache, int], DraftOutput]
     # (input_ids [T], hidden [T, H], batch, cache, draft step) -> DraftOutput
     logits: Callable[[Tensor, int], Tensor]  # ([n, H], draft step) -> [n, V_draft]
-    new_cache: Callable[[int, int], Cache]
+    new_cache: Callable[[CacheShape], Cache]
     vocab_size: int  # V_draft, real ids
     vocab_map: VocabMap | None  # None: draft ids are target ids
     max_position: int
+    aux_layers: tuple[int, ...] = ()  # boundaries of the target that `features` reads

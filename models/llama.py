@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specdec.kernels.paged_attention.reference import fold_groups
 from specdec.models import layers
-from specdec.models.batch import Batch, Cache, Target, TargetOutput
+from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
+from specdec.models.capture import check_layer_ids, run_stack
 from specdec.models.layers import Rotary, linear, rms_norm
 from specdec.models.rope import Rope, inv_freq
 
@@ -100,13 +101,14 @@ def paged_layers(
     freq: Tensor,
     batch: Batch,
     cache: Cache,
-) -> tuple[Tensor, Tensor]:
-    """A stack of blocks over a paged batch: [T, H] -> (hidden, residual), both [T, H]."""
+    capture: Sequence[int] = (),
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A stack of blocks over a paged batch, as `run_stack`: [T, H] -> [T, H] and streams."""
     rotation = layers.rotary(freq, batch.positions, hidden.dtype, config.rope.attention_factor)
     groups = fold_groups(
         batch.groups, hidden.shape[0], config.num_heads, config.num_kv_heads, hidden.dtype
     )
-    residual = None
+    blocks = []
     for layer, keys, values in zip(stack, cache.keys, cache.values, strict=True):
         attention = partial(
             layers.attend,
@@ -116,17 +118,22 @@ def paged_layers(
             value_cache=values,
             scale=config.attention_scale,
         )
-        hidden, residual = llama_layer(layer, config, hidden, residual, rotation, attention)
-    return hidden, residual
+        blocks.append(partial(llama_layer, layer, config, rotation=rotation, attention=attention))
+    return run_stack(blocks, hidden, capture)
 
 
 def forward(
-    params: LlamaParams, config: LlamaConfig, freq: Tensor, batch: Batch, cache: Cache
+    params: LlamaParams,
+    config: LlamaConfig,
+    freq: Tensor,
+    capture: tuple[int, ...],
+    batch: Batch,
+    cache: Cache,
 ) -> TargetOutput:
     """Runs a batch and writes its keys and values. `freq` is `inv_freq` of the config's rope."""
     hidden = F.embedding(batch.input_ids, params.embed)
-    hidden, residual = paged_layers(params.layers, config, hidden, freq, batch, cache)
-    return TargetOutput(rms_norm(hidden + residual, params.norm, config.rms_norm_eps))
+    hidden, aux = paged_layers(params.layers, config, hidden, freq, batch, cache, capture)
+    return TargetOutput(rms_norm(hidden, params.norm, config.rms_norm_eps), aux)
 
 
 def new_cache(
@@ -134,14 +141,13 @@ def new_cache(
     num_layers: int,
     device: torch.device | str,
     dtype: torch.dtype,
-    num_blocks: int,
-    block_size: int,
+    shape: CacheShape,
 ) -> Cache:
     """Zeroed pages; what a mask hides must still be finite."""
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    pages = (shape.num_blocks, shape.block_size, config.num_kv_heads, config.head_dim)
     return Cache(
         *(
-            tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(num_layers))
+            tuple(torch.zeros(pages, device=device, dtype=dtype) for _ in range(num_layers))
             for _ in range(2)
         )
     )
@@ -164,17 +170,22 @@ def llama_target(params: LlamaParams, config: LlamaConfig, vocab_size: int | Non
     def logits(hidden: Tensor) -> Tensor:
         return linear(hidden, params.lm_head)
 
-    return Target(
-        config=config,
-        params=params,
-        forward=torch.no_grad()(partial(forward, params, config, freq)),
-        logits=torch.no_grad()(logits),
-        new_cache=partial(new_cache, config, config.num_layers, embed.device, embed.dtype),
-        vocab_size=vocab_size or min(config.vocab_size, lm_head.shape[0]),
-        max_position=config.max_position,
-        embed=embed,
-        lm_head=lm_head,
-    )
+    def capture(ids: tuple[int, ...]) -> Target:
+        ids = check_layer_ids(ids, config.num_layers)
+        return Target(
+            config=config,
+            params=params,
+            forward=torch.no_grad()(partial(forward, params, config, freq, ids)),
+            logits=torch.no_grad()(logits),
+            new_cache=partial(new_cache, config, config.num_layers, embed.device, embed.dtype),
+            vocab_size=vocab_size or min(config.vocab_size, lm_head.shape[0]),
+            max_position=config.max_position,
+            embed=embed,
+            lm_head=lm_head,
+            capture=capture,
+        )
+
+    return capture(())
 
 
 def pack_layer(layer: LlamaLayer) -> LlamaLayer:

@@ -1,0 +1,56 @@
+"""A stack of residual blocks, and the residual streams that a head may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+
+Block = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# (hidden, residual or None before the first block) -> (hidden, residual); their sum is the output
+
+
+def run_stack(
+    blocks: Sequence[Block], hidden: Tensor, capture: Sequence[int] = ()
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Runs the blocks over `hidden` [T, H] (the embeddings).
+
+    Args:
+        capture: numbers of layers, each in 0..L (see `check_layer_ids`).
+
+    Returns:
+        The residual stream [T, H] after the last block, before the final norm; and, in the order
+        asked for, the stream after that many blocks: 0 is the embeddings, L the first result.
+    """
+    residual: Tensor | None = None
+    streams: dict[int, Tensor] = {}
+    for index, block in enumerate(blocks):
+        if index in capture:
+            streams[index] = hidden if residual is None else hidden + residual
+        hidden, residual = block(hidden, residual)
+    out = hidden if residual is None else hidden + residual
+    streams[len(blocks)] = out
+    return out, tuple(streams[index] for index in capture)
+
+
+def check_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The ids as they are, when each names another boundary of a target of L layers.
+
+    Id i means the residual stream after i layers, so L is the one after the last block. Raises
+    CheckpointError on ids outside 0..L and on repeated ones.
+    """
+    listed = ", ".join(map(str, ids))
+    fix = "set eagle_aux_hidden_state_layer_ids"
+    for index in ids:
+        if not 0 <= index <= num_layers:
+            raise CheckpointError(
+                f"auxiliary layer {index} of [{listed}] is not within 0..{num_layers}, the "
+                f"boundaries of the target's {num_layers} layers; {fix}"
+            )
+    if len(set(ids)) != len(ids):
+        raise CheckpointError(
+            f"auxiliary layers [{listed}] repeat one (the target has {num_layers} layers); {fix}"
+        )
+    return tuple(ids)
