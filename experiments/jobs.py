@@ -65,8 +65,12 @@ def hydra_script(
     """
 
     def decorate(task: Callable[[DictConfig, Path], Any]) -> Callable[[], None]:
+        sweeps: set[Path] = set()  # stays empty where a launcher runs jobs elsewhere
+
         def job(cfg: DictConfig) -> Any:
             if record:
+                if in_sweep():
+                    sweeps.add(Path(HydraConfig.get().sweep.dir))
                 return run_job(task, cfg)
             check_keys(cfg)
             return task(cfg, Path(HydraConfig.get().runtime.output_dir))
@@ -91,6 +95,9 @@ def hydra_script(
                     raise
                 print(f"error: {line}", file=sys.stderr)
                 sys.exit(1)
+            finally:
+                for folder in sweeps:
+                    _print_sweep(folder)
 
         return main
 
@@ -154,6 +161,13 @@ def job_info(cfg: DictConfig, folder: Path, job_type: str) -> JobInfo:
         group=Path(settings.sweep.dir).name if in_sweep else None,
         job_type=job_type,
     )
+
+
+def _print_sweep(folder: Path) -> None:
+    from specdec.experiments.sweep import TABLE, print_rows, read_jobs
+
+    print_rows(read_jobs(folder))
+    print(f"table: {folder / TABLE}")
 
 
 def in_sweep() -> bool:

@@ -48,8 +48,8 @@ def rebuild(folder: Path) -> list[dict[str, Any]]:
     """
     with _locked(folder):
         rows = read_jobs(folder)
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        columns.sort(key=lambda name: name == "error")  # a long text goes last
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = sorted(names, key=_column_order)
         part = folder / (TABLE + ".part")
         with part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, restval="")
@@ -60,6 +60,17 @@ def rebuild(folder: Path) -> list[dict[str, Any]]:
 
         plot_sweep(rows, varied_keys(rows), folder / PLOT)
     return rows
+
+
+def _column_order(name: str) -> tuple[int, int]:
+    """Job, status, overrides, numbers by position, and the long error text last."""
+    head, _, position = name.rpartition("_")
+    if position.isdigit() and head in NUMBERS:
+        return 2 + NUMBERS.index(head), int(position)
+    stem = name.removesuffix("_low").removesuffix("_high")
+    if stem in NUMBERS:
+        return 2 + NUMBERS.index(stem), 0
+    return {"job": 0, "status": 0, "seconds": 98, "error": 99}.get(name, 1), 0
 
 
 def read_jobs(folder: Path) -> list[dict[str, Any]]:
