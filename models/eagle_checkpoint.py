@@ -100,9 +100,9 @@ def read_eagle(
         d2t = _chosen_rows(checkpoint, ranking, num_draft_rows, target)
     else:
         d2t = _mapped_rows(checkpoint, head_size, target)
-    if "t2d" in checkpoint and d2t is not None:
-        if not torch.equal(checkpoint["t2d"].nonzero().flatten(), d2t):
-            raise CheckpointError(f"{where}: t2d does not mark the ids that d2t lists")
+    marked = checkpoint["t2d"].nonzero().flatten() if "t2d" in checkpoint else d2t
+    if d2t is not None and not torch.equal(marked, d2t):
+        raise CheckpointError(f"{where}: t2d does not mark the ids that d2t lists")
     return eagle_draft(head, config, target, d2t=d2t, **own)
 
 
