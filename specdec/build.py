@@ -15,7 +15,7 @@ from specdec.cache import blocks_for
 from specdec.checks import NO_PROPOSAL, plain
 from specdec.engine import Engine
 from specdec.errors import ConfigError, did_you_mean
-from specdec.models.batch import Draft, Target
+from specdec.models.batch import CacheShape, Draft, Target
 from specdec.models.load import load_draft, load_target
 from specdec.models.tokenizer import eos_token_ids, load_tokenizer
 from specdec.schedule import Limits
@@ -275,7 +275,8 @@ def build_engine(
     num_blocks = cfg.cache.num_blocks
     if num_blocks is None:
         draft = models.draft if bound.uses_draft is not False else None
-        fit = runtime.blocks_that_fit(models.target, draft, block_size, models.device)
+        shape = CacheShape(1, block_size, num_seqs, bound.num_draft_tokens + 1)
+        fit = runtime.blocks_that_fit(models.target, draft, shape, models.device)
         num_blocks = min(num_seqs * per_request + 1, max(fit, per_request + 1))
     limits = Limits(
         max_num_seqs=num_seqs,

@@ -93,10 +93,9 @@ class Engine:
             weight.dtype,
             weight.device,
         )
-        self.target = Model(target, target.new_cache(limits.num_blocks, limits.block_size))
-        self.draft = None
-        if draft is not None:
-            self.draft = Model(draft, draft.new_cache(limits.num_blocks, limits.block_size))
+        shape = limits.cache_shape
+        self.target = Model(target, target.new_cache(shape))
+        self.draft = None if draft is None else Model(draft, draft.new_cache(shape))
         self.pool = BlockPool(limits.num_blocks)
         self.free_slots = list(range(limits.max_num_seqs))[::-1]
         self.waiting: deque[Sequence] = deque()

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from specdec.errors import ConfigError
-from specdec.models.batch import Draft, Target
+from specdec.models.batch import CacheShape, Draft, Target
+from specdec.models.layers import tree_leaves
 
 CACHE_SHARE = 0.5  # of the memory that is free when the cache is made
 FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
@@ -91,14 +92,22 @@ def _faster_threads(dtype: torch.dtype, width: int) -> int:
 
 
 def blocks_that_fit(
-    target: Target, draft: Draft | None, block_size: int, device: torch.device
+    target: Target, draft: Draft | None, shape: CacheShape, device: torch.device
 ) -> int:
-    """Cache blocks that half of the free memory holds."""
+    """Cache blocks that half of the free memory holds, beside what the caches keep a slot.
+
+    The shape's own number of blocks is not looked at.
+    """
     models = [m for m in (target, draft) if m is not None]
-    caches = [m.new_cache(1, block_size) for m in models]
-    tensors = [t for cache in caches for pool in cache for t in pool]
-    size = sum(t.numel() * t.element_size() for t in tensors)
-    return int(CACHE_SHARE * free_memory(device) / size)
+
+    def size(num_blocks: int) -> int:
+        caches = tuple(m.new_cache(shape._replace(num_blocks=num_blocks)) for m in models)
+        return sum(t.numel() * t.element_size() for t in tree_leaves(caches))
+
+    one = size(1)
+    a_block = size(2) - one
+    room = CACHE_SHARE * free_memory(device) - (one - a_block)
+    return max(0, int(room / a_block))
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.cache import blocks_for
+from specdec.models.batch import CacheShape
 from specdec.state import GREEDY_EPSILON, Admission, Plan
 
 _MAX_PADDING = 2.0  # a group's longest sequence over its shortest
@@ -26,6 +27,15 @@ class Limits(NamedTuple):
     block_size: int
     num_blocks: int
     max_draft_tokens: int  # K_max: lookahead slots of every request
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_slots=self.max_num_seqs,
+            window=self.max_draft_tokens + 1,
+        )
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def reference_logits(theirs, prompt):
 @pytest.mark.parametrize("chunk", [0, 1, 3, 7])
 def test_logits_equal_transformers_whole_and_in_chunks(pair, chunk):
     ours, theirs = pair
-    hidden = tiny.prefill(ours, PROMPTS, ours.new_cache(40, 4), 4, chunk)
+    hidden = tiny.prefill(ours, PROMPTS, tiny.new_cache(ours, 40, 4), 4, chunk)
     for prompt, rows in zip(PROMPTS, hidden, strict=True):
         expected = reference_logits(theirs, prompt)
         assert relative_error(ours.logits(rows), expected) <= 1e-4
@@ -72,7 +72,7 @@ def test_decode_rows_equal_transformers(pair, block_size):
     """Verify-shaped steps of K + 1 rows, with a prefill chunk and padding rows beside them."""
     ours, theirs = pair
     first, second = [5, 9, 20, 33, 7, 8, 1, 2, 3, 4, 60], list(range(3, 30))
-    cache = ours.new_cache(80, block_size)
+    cache = tiny.new_cache(ours, 80, block_size)
     tables = [list(range(1, 1 + 30 // block_size + 1)), list(range(40, 40 + 30 // block_size + 1))]
     steps = [(first[:3], 0, second[:2], 0), (first[3:6], 3, second[2:14], 2)]
     steps += [(first[6:11], 6, second[14:27], 14)]
@@ -95,7 +95,7 @@ def test_decode_rows_equal_transformers(pair, block_size):
 def test_a_rejected_draft_leaves_no_trace(pair):
     """Rows written past the committed length are overwritten by the next step's."""
     ours, theirs = pair
-    prompt, cache = [5, 9, 20, 33, 7, 8], ours.new_cache(8, 4)
+    prompt, cache = [5, 9, 20, 33, 7, 8], tiny.new_cache(ours, 8, 4)
     ours.forward(tiny.make_batch([tiny.Step([5, 9, 61, 62, 63], 0, [1, 2])], 4), cache)
     out = ours.forward(tiny.make_batch([tiny.Step(prompt[2:], 2, [1, 2])], 4), cache).hidden
     expected = reference_logits(theirs, prompt)[2:]
@@ -106,8 +106,8 @@ def test_a_rejected_draft_leaves_no_trace(pair):
 def test_bfloat16_stays_near_float32(chunk):
     exact, rounded = tiny.tiny_target(), tiny.tiny_target(dtype=torch.bfloat16)
     for a, b in zip(
-        tiny.prefill(exact, PROMPTS, exact.new_cache(40, 4), 4),
-        tiny.prefill(rounded, PROMPTS, rounded.new_cache(40, 4), 4, chunk),
+        tiny.prefill(exact, PROMPTS, tiny.new_cache(exact, 40, 4), 4),
+        tiny.prefill(rounded, PROMPTS, tiny.new_cache(rounded, 40, 4), 4, chunk),
         strict=True,
     ):
         assert b.dtype == torch.bfloat16
@@ -129,7 +129,7 @@ def test_real_weights_equal_transformers(smollm2_path):
     theirs.load_state_dict(state, assign=True)
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     prompt = [1, 9690, 198, 2683, 359, 253, 5356, 2, 198, 1, 4093, 198, 49151, 0, 17, 300, 4000]
-    cache = ours.new_cache(4, 16)
+    cache = tiny.new_cache(ours, 4, 16)
     logits = ours.logits(tiny.prefill(ours, [prompt], cache, 16, chunk=6)[0])
     expected = reference_logits(theirs.eval(), prompt)
     assert relative_error(logits, expected) <= 1e-4

@@ -40,11 +40,11 @@ def run(target, draft=None, max_tokens=24, prompts=PROMPTS, **options):
 
 def naive_greedy(target, prompt, max_tokens, eos):
     """No cache, one token at a time: the whole text is run again for every token."""
-    from tiny import prefill
+    from tiny import new_cache, prefill
 
     text = list(prompt)
     while len(text) < len(prompt) + max_tokens and text[-1] not in eos:
-        cache = target.new_cache(40, 4)
+        cache = new_cache(target, 40, 4)
         hidden = prefill(target, [text], cache, 4)[0][-1:]
         text.append(int(target.logits(hidden)[0, : target.vocab_size].argmax()))
     return tuple(text[len(prompt) :])

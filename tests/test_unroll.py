@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tiny import Step, make_batch, prefill, tiny_draft, tiny_target
+from tiny import Step, make_batch, new_cache, prefill, tiny_draft, tiny_target
 
 from specdec.engine import Engine, generate
 from specdec.experiments.heads import eagle_head, target_hidden
@@ -41,7 +41,7 @@ def test_packed_target_equals_paged(tmp_path, target):
     texts = random_texts([13, 6, 21])
     row = packed(tmp_path, texts, 45)
     packed_hidden = target_hidden(target, row)[: row.num_tokens]
-    paged = prefill(target, texts, target.new_cache(20, BLOCK), BLOCK)
+    paged = prefill(target, texts, new_cache(target, 20, BLOCK), BLOCK)
     torch.testing.assert_close(packed_hidden, torch.cat(paged), rtol=1e-5, atol=1e-5)
 
 
@@ -56,10 +56,10 @@ def test_unroll_equals_the_draft_chain(tmp_path, target):
     unrolled = head.unroll(head.params, hidden, row, STEPS)
 
     compared = 0
-    for text, first in zip(texts, row.cu_seqlens.tolist()):
+    for text, first in zip(texts, row.cu_seqlens.tolist(), strict=False):
         blocks = list(range(1, 2 + (len(text) + STEPS) // BLOCK))
         for start in range(len(text) - 1):
-            cache = draft.new_cache(len(blocks) + 1, BLOCK)
+            cache = new_cache(draft, len(blocks) + 1, BLOCK)
             true_rows = make_batch([Step(text[1 : start + 2], 0, blocks)], BLOCK)
             features = hidden[first : first + start + 1]
             out = draft.forward(true_rows.input_ids, features, true_rows, cache, 0)
@@ -103,7 +103,7 @@ def test_unroll_predicts_every_round_of_the_engine(tmp_path, target):
     unrolled = head.unroll(params, target_hidden(target, row), row, STEPS)
     choices = draft.logits(unrolled.flatten(0, 1)).argmax(-1).view(STEPS, -1).tolist()
     kept = []
-    for result, text, first in zip(results, texts, row.cu_seqlens.tolist()):
+    for result, text, first in zip(results, texts, row.cu_seqlens.tolist(), strict=False):
         committed = len(result.prompt_ids) + 1
         for drafted, accepted, tokens in result.rounds:
             column = first + committed - 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Cache, Draft, Target
+from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Cache, CacheShape, Draft, Target
 from specdec.models.eagle import EagleConfig, EagleHead, eagle_draft, init_head
 from specdec.models.eagle_checkpoint import save_head
 from specdec.models.layers import map_tree
@@ -211,6 +211,13 @@ def make_batch(
     )
 
 
+def new_cache(
+    model: Target | Draft, num_blocks: int, block_size: int, num_slots: int = 8, window: int = 4
+) -> Any:
+    """A model's cache; rows of a step with rejections are at most `window`."""
+    return model.new_cache(CacheShape(num_blocks, block_size, num_slots, window))
+
+
 def prefill(
     target: Target, prompts: Sequence[Sequence[int]], cache: Cache, block_size: int, chunk: int = 0
 ) -> list[Tensor]:
@@ -237,7 +244,7 @@ def prefill(
 
 def logits(target: Target, prompt: Sequence[int] = (5, 9, 20, 33, 7)) -> Tensor:
     """Logits [n, V] of one prompt in a cache of its own."""
-    cache = target.new_cache(len(prompt) // 4 + 2, 4)
+    cache = new_cache(target, len(prompt) // 4 + 2, 4)
     return target.logits(prefill(target, [prompt], cache, 4)[0])
 
 
