@@ -3,8 +3,8 @@
     python experiments/generate.py path=data/self
     python train_mtp.py train_data.paths=[data/self] budget.max_tokens=70_000_000 eval_every=200
 
-The run folder gets `head/` (the checkpoint of best decoded acceptance length, in the published Eagle
-layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from).
+The run folder gets `head/` (the checkpoint of best decoded acceptance length, in the published
+Eagle layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from).
 """
 
 import shutil
@@ -45,7 +45,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
     from specdec.runtime import use_threads
     from specdec.training.checkpoint import Progress, load_state_, save_state
     from specdec.training.data import load_dataset, rank_ids
-    from specdec.training.objective import StepMetrics, compiled, step_weights, unrolled_loss
+    from specdec.training.objective import compiled, step_weights, unrolled_loss
     from specdec.training.optimizer import clip_, set_lr_, update_average_
     from specdec.training.packing import Cursor, count_labels, to_device, windows
     from specdec.training.timing import Phases
@@ -60,7 +60,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
     target, device = models.target, models.device
     if data.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"the data's vocabulary of {data.vocab_size} ids is not the target's {target.vocab_size}"
+            f"the data has a vocabulary of {data.vocab_size} ids, the target {target.vocab_size}"
         )
     use_threads(cfg.num_threads, target)
 

@@ -1,4 +1,4 @@
-"""The Eagle head as training sees it: a target over packed rows, and a head by its leaves' names."""
+"""The Eagle head as training sees it: a target over packed rows, a head by its leaves' names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from omegaconf import DictConfig
 from torch import Tensor
 

@@ -113,7 +113,7 @@ def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own(tmp_path):
 
 def test_windows_resume_where_they_stopped_and_keep_the_short_one(tmp_path):
     data = dataset(tmp_path, [10] * 10)
-    keywords = dict(row_tokens=10, accumulation=4, seed=0, epochs=2)
+    keywords = {"row_tokens": 10, "accumulation": 4, "seed": 0, "epochs": 2}
     whole = list(windows(data, start=Cursor(0, 0), **keywords))
     assert [len(rows) for _, rows in whole] == [4, 4, 2, 4, 4, 2]
     for done in range(len(whole)):
@@ -227,7 +227,7 @@ def test_unrolled_attention_equals_its_definition(steps, form):
     actual = run(q, keys, values, row, 0.3)
     got = torch.autograd.grad((actual * direction).sum(), leaves)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    for a, b in zip(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -253,7 +253,7 @@ def test_flash_kernels_equal_the_padded_form(steps):
     direction = torch.randn(q.shape, generator=generator, device=device).bfloat16()
     wanted = torch.autograd.grad(expected, leaves, direction)
     got = torch.autograd.grad(actual, leaves, direction)
-    for a, b in zip([actual, *got], [expected, *wanted]):
+    for a, b in zip([actual, *got], [expected, *wanted], strict=True):
         assert (a - b).float().norm() / b.float().norm() < 0.02
 
 

@@ -6,7 +6,7 @@ from tiny import write_target
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
-    "{% if messages[0].role != 'system' %}<|im_start|> system w3 <|im_end|> {% endif %}"
+    "{% if messages[0].role != 'system' %}<|im_start|> system w6 <|im_end|> {% endif %}"
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
 )

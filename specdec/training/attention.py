@@ -53,7 +53,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, row: Row, scale: float) -> Te
 def unrolled_attention(
     q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], row: Row, scale: float
 ) -> Tensor:
-    """Attention of unroll step k = len(keys) - 1 over step 0's keys and its own column's later ones.
+    """Attention at unroll step len(keys) - 1: step 0's keys, and its own column's later ones.
 
     Uses flash attention for half-precision tensors on a GPU, else a padded [D, Hq, L, L + k] form.
 

@@ -21,7 +21,7 @@ FILES = ("tokens", "supervised", "samples", "temperature")
 
 
 class Sample(NamedTuple):
-    """One conversation. `supervised[i]` says whether the head is taught to predict `token_ids[i]`."""
+    """One conversation. `supervised[i]`: the head is taught to predict `token_ids[i]`."""
 
     token_ids: Sequence[int]
     supervised: Sequence[bool]
@@ -96,6 +96,22 @@ def write_dataset(
     (partial / "meta.json").write_text(json.dumps({**meta, **counts}, indent=2) + "\n")
     os.replace(partial, path)
     return {**meta, **counts}
+
+
+def merge_datasets(
+    paths: Sequence[str | Path], path: str | Path, *, meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write several data sets as one; arguments and result as in `write_dataset`."""
+    parts = [_open(Path(part)) for part in paths]
+    samples = []
+    for arrays, _ in parts:
+        tokens, supervised = arrays["tokens"], arrays["supervised"]
+        for (start, length), temperature in zip(
+            arrays["samples"], arrays["temperature"], strict=True
+        ):
+            span = slice(start, start + length)
+            samples.append(Sample(tokens[span], supervised[span], float(temperature)))
+    return write_dataset(path, samples, vocab_size=parts[0][1]["vocab_size"], meta=meta)
 
 
 def load_dataset(
@@ -179,7 +195,7 @@ def repeated_ngram_share(token_ids: Sequence[int], n: int = 8) -> float:
 
 
 def rank_ids(data: TokenData) -> torch.Tensor:
-    """All ids of the vocabulary [V] int64 by how often they are supervised, the most frequent first.
+    """Every id of the vocabulary [V] int64, by how often it is supervised, most frequent first.
 
     Equal counts go by id; so ids that never occur come last, and any prefix is a vocabulary.
     """

@@ -165,7 +165,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def empty(cls, temperatures: Iterable[float]) -> "Kept":
-        return cls(*({t: 0 for t in temperatures} for _ in range(4)))
+        return cls(*(dict.fromkeys(temperatures, 0) for _ in range(4)))
 
 
 def keep_response(written: Written, counts: Kept, max_loop_share: float) -> bool:
@@ -180,3 +180,8 @@ def keep_response(written: Written, counts: Kept, max_loop_share: float) -> bool
     counts.kept[temperature] += 1
     counts.tokens[temperature] += len(written.token_ids)
     return True
+
+
+def shuffle_(samples: list, seed: int) -> None:
+    """Random order: short responses end first, and a prefix of the data must be like the whole."""
+    random.Random(seed).shuffle(samples)

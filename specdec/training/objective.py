@@ -16,12 +16,12 @@ from specdec.training.packing import Row
 
 
 class RowLoss(NamedTuple):
-    """What a divergence says of n rows."""
+    """What a divergence says of n labels at each of K unroll steps."""
 
-    loss: Tensor  # [n] fp32
-    grad: Tensor  # [n, V] weight * d loss / d student logits, in the logits' dtype
-    agrees: Tensor  # [n] bool, the student's largest logit is at the target's argmax
-    overlap: Tensor  # [n] fp32, sum of min(p, q): the chance that a sampled draft is kept
+    loss: Tensor  # [K, n] fp32
+    grad: Tensor  # [K, n, V] weight * d loss / d student logits, in the logits' dtype
+    agrees: Tensor  # [K, n] bool, the student's largest logit is at the target's argmax
+    overlap: Tensor  # [K, n] fp32, sum of min(p, q): the chance that a sampled draft is kept
 
 
 class StepMetrics(NamedTuple):
@@ -48,14 +48,13 @@ def divergence(
     p is the target's distribution, q the head's, both at temperature 1.
 
     Args:
-        student: [n, V] logits of the head.
+        student: [K, n, V] logits of the head.
         teacher: [n, V] logits of the target.
         labels: [n] ids of the text; read by cross_entropy only.
-        weights: [n] fp32, multiplied into the gradient but not into the loss.
+        weights: [K, n] fp32, multiplied into the gradient but not into the loss.
     """
-    student_max = student.amax(-1, keepdim=True)
-    best = teacher.argmax(-1, keepdim=True)
-    agrees = (student.gather(-1, best) == student_max).squeeze(-1)
+    best = teacher.argmax(-1)[None, :, None].expand(len(student), -1, 1)
+    agrees = (student.gather(-1, best) == student.amax(-1, keepdim=True)).squeeze(-1)
     log_q = torch.log_softmax(student.float(), dim=-1)
     log_p = torch.log_softmax(teacher.float(), dim=-1)
     q, p = log_q.exp(), log_p.exp()
@@ -66,17 +65,18 @@ def divergence(
         loss = loss + kl * (p * (log_p - log_q)).sum(-1)
         grad = grad + kl * (q - p)
     if cross_entropy:
-        column = torch.arange(q.shape[1], device=q.device)
-        loss = loss - cross_entropy * log_q.gather(-1, labels[:, None]).squeeze(-1)
-        grad = grad + cross_entropy * (q - (column == labels[:, None]).float())
+        is_label = torch.arange(q.shape[-1], device=q.device) == labels[:, None]
+        chosen = labels[None, :, None].expand(len(student), -1, 1)
+        loss = loss - cross_entropy * log_q.gather(-1, chosen).squeeze(-1)
+        grad = grad + cross_entropy * (q - is_label.float())
     if total_variation or log_acceptance:
         loss = loss + total_variation * (1 - overlap)
         if log_acceptance:
             loss = loss - log_acceptance * overlap.log()
         lacking = q * (q < p)  # the entries that a larger logit would help
-        scale = total_variation + log_acceptance / overlap[:, None]
+        scale = total_variation + log_acceptance / overlap[..., None]
         grad = grad + scale * (q * lacking.sum(-1, keepdim=True) - lacking)
-    return RowLoss(loss, (grad * weights[:, None]).to(student.dtype), agrees, overlap)
+    return RowLoss(loss, (grad * weights[..., None]).to(student.dtype), agrees, overlap)
 
 
 def step_weights(num_steps: int, decay: float) -> list[float]:
@@ -106,12 +106,12 @@ def unrolled_loss(
         hidden: [K, T, H] what the head's unroll steps give to the lm_head; takes the gradient.
         target_hidden: [T, H] after the target's final norm.
         lm_head: [V, H], frozen; some of the target's rows when the draft vocabulary is reduced.
-        divergence: (student [n, V], teacher [n, V], labels [n], weights [n]) -> RowLoss.
+        divergence: (student [K, n, V], teacher [n, V], labels [n], weights [K, n]) -> RowLoss.
         weights: [K] of the sums over labels; divide by the number of labels beforehand.
         t2d: [V_target] draft id of each target id, -1 where the reduced vocabulary has none. Such
             labels are left out.
-        num_chunks: how many pieces a row of T labels would be cut in; logits exist for one piece
-            at a time.
+        num_chunks: the head's logits exist for T / num_chunks rows at a time, those of the same
+            labels at all K steps.
 
     Returns:
         sum_k weights[k] * sum_labels loss, and the unweighted sums.
@@ -125,33 +125,33 @@ def unrolled_loss(
 class _UnrolledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, target_hidden, lm_head, row, divergence, weights, t2d, num_chunks):
-        num_steps, num_columns, _ = hidden.shape
-        size = -(-num_columns // num_chunks)
+        num_steps, num_columns, width = hidden.shape
+        size = -(-num_columns // (num_chunks * num_steps))
         labels, valid = _padded_labels(row, size, t2d)
         label_ids = row.input_ids[labels]
         if t2d is not None:
             label_ids = t2d[label_ids].clamp(min=0)
-        positions = row.positions[labels]
-        # column T of the gradient takes what the padded and unreachable labels write
-        grad = hidden.new_zeros(num_steps, num_columns + 1, hidden.shape[2])
+        step = torch.arange(num_steps, device=hidden.device)[:, None]
+        scales = torch.tensor(weights, dtype=torch.float32).to(hidden.device, non_blocking=True)
+        reached = valid & (row.positions[labels] >= step + 2)  # [K, N]
+        # row T of the gradient takes what the padded and unreachable labels write
+        column = torch.where(reached, labels - 2 - step, num_columns)
+        source = step * num_columns + column.clamp(max=num_columns - 1)
+        sink = step * (num_columns + 1) + column
+        flat = hidden.reshape(-1, width)
+        grad = hidden.new_zeros(num_steps * (num_columns + 1), width)
         sums = torch.zeros(3, num_steps, dtype=torch.float32, device=hidden.device)
         for first in range(0, len(labels), size):
             chunk = slice(first, first + size)
             teacher = target_hidden[labels[chunk] - 1] @ lm_head.T
-            for k, weight in enumerate(weights):
-                reached = valid[chunk] & (positions[chunk] >= k + 2)
-                column = torch.where(reached, labels[chunk] - 2 - k, num_columns)
-                source = hidden[k][column.clamp(max=num_columns - 1)]
-                scale = reached.float()
-                rows = divergence(source @ lm_head.T, teacher, label_ids[chunk], weight * scale)
-                grad[k].index_copy_(0, column, rows.grad @ lm_head)
-                sums[0, k] += (rows.loss * scale).sum()
-                sums[1, k] += (rows.agrees * scale).sum()
-                sums[2, k] += (rows.overlap * scale).sum()
-        ctx.save_for_backward(grad[:, :num_columns])
+            student = (flat[source[:, chunk].flatten()] @ lm_head.T).view(num_steps, size, -1)
+            counted = reached[:, chunk].float()
+            rows = divergence(student, teacher, label_ids[chunk], scales[:, None] * counted)
+            grad.index_copy_(0, sink[:, chunk].flatten(), rows.grad.flatten(0, 1) @ lm_head)
+            sums += (torch.stack([rows.loss, rows.agrees, rows.overlap]) * counted).sum(-1)
+        ctx.save_for_backward(grad.view(num_steps, -1, width)[:, :num_columns])
         ctx.mark_non_differentiable(*sums)
-        total = (sums[0] * torch.tensor(weights).to(sums.device, non_blocking=True)).sum()
-        return total, *sums
+        return (sums[0] * scales).sum(), *sums
 
     @staticmethod
     def backward(ctx, grad_loss, *_):

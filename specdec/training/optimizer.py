@@ -85,7 +85,7 @@ def constant(progress: float, *, warmup: float = 0.02) -> float:
 
 
 def clip_(params: Mapping[str, Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients down to a global norm of `max_norm`; the norm before it, on the device."""
+    """Scale gradients down to a global norm of `max_norm`; returns the norm before it."""
     return torch.nn.utils.clip_grad_norm_(list(params.values()), max_norm)
 
 

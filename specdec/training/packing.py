@@ -1,4 +1,4 @@
-"""Rows: samples laid end to end on one axis, attention kept inside each, in a fixed random order."""
+"""Rows: samples laid end to end on one axis, attention kept inside each, in a fixed order."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -85,7 +85,7 @@ def make_row(data: TokenData, samples: np.ndarray, row_tokens: int) -> Row:
     positions = np.arange(row_tokens) - np.repeat(starts[:-1], lengths)
     ids = np.zeros(row_tokens, dtype=np.int64)
     supervised = np.zeros(row_tokens, dtype=bool)
-    for sample, column in zip(samples, starts[:-1]):
+    for sample, column in zip(samples, starts, strict=False):
         source = slice(data.starts[sample], data.starts[sample] + data.lengths[sample])
         target = slice(column, column + data.lengths[sample])
         ids[target] = data.tokens[data.file[sample]][source]

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 
@@ -32,7 +33,7 @@ class Phases:
         if self._cuda:
             torch.cuda.synchronize()
         seconds: dict[str, float] = defaultdict(float)
-        for (_, began), (name, ended) in zip(self._marks, self._marks[1:]):
+        for (_, began), (name, ended) in pairwise(self._marks):
             if name is not None:
                 seconds[name] += began.elapsed_time(ended) / 1e3 if self._cuda else ended - began
         del self._marks[:-1]
