@@ -9,6 +9,7 @@ The run folder gets `summary.json`, `per_prompt.csv`, `outputs.jsonl` and `accep
 import csv
 import json
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,16 @@ def run(cfg: DictConfig, folder: Path, run_log: RunLog) -> dict[str, Any]:
 
 def load_prompts(cfg: DictConfig) -> Any:
     """The prompt set that `data` names."""
+    return bind_prompts(cfg)()
+
+
+def bind_prompts(cfg: DictConfig) -> Callable[[], Any]:
     from specdec.build import bind
 
-    node = dict(plain(cfg.data))
-    if node.get("path") is None:
-        node.pop("path", None)
-    return bind(node, key="data")()
+    node = plain(cfg.data)
+    if node["path"] is None:
+        del node["path"]
+    return bind(node, key="data")
 
 
 def speeds(decoded: Any) -> dict[str, float | None]:
