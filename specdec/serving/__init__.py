@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server around one engine on a thread of its own."""

@@ -1,0 +1,409 @@
+"""The server under bad requests, vanished clients, failing steps, wrong keys and SIGTERM."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from running import tiny_engine
+from serving import END, MODEL, VOCAB_SIZE, scripted_target, serving, until
+from tiny_chat import write_chat_model
+
+from specdec.serving import app as app_module
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT = "Tell me"
+KEY = "a-key-of-one's-own"
+
+
+def speaker(script=b"word ", **options):
+    """An engine that repeats `script` after PROMPT, one token a step."""
+    target = scripted_target(list(script), len(PROMPT))
+    return tiny_engine(target, **({"max_model_len": 600, "eos": (END,)} | options))
+
+
+def slowly(engine, seconds=0.01):
+    """Give each step a length that a test can act in."""
+    step = engine.step
+
+    def slow_step():
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow_step
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(speaker()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def slow_server():
+    with serving(slowly(speaker())) as running:
+        yield running
+
+
+def post(server, path="/v1/completions", headers=None, content=None, **fields):
+    body = {"model": MODEL, "prompt": PROMPT} if path == "/v1/completions" else {"model": MODEL}
+    content = json.dumps(body | fields) if content is None else content
+    headers = {"content-type": "application/json"} | (headers or {})
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+NAN, INF = float("nan"), float("inf")
+BAD = [
+    ("temperature", [-3, NAN, INF, -INF, "hot", True, 1e9, 10**400]),
+    ("top_p", [0, 7, -0.1, NAN, "x"]),
+    ("top_k", [-5, 1.5, "3", True]),
+    ("min_p", [-0.1, 1.1, NAN]),
+    ("max_tokens", [0, -1, 1.5, "7", 594, 10**30]),
+    ("seed", [2**63, -(2**63) - 1, 1.5, "1"]),
+    ("n", [0, -1, 129, 1.5]),
+    ("stop", ["", [""], ["a", 3], 7, {"a": 1}]),
+    ("stream", ["yes", 1]),
+    ("stream_options", [{}, {"include_usage": True}]),
+    ("ignore_eos", ["no"]),
+    ("prompt", ["", [], [[]], [1, "a"], 5, None, "x" * 600, [VOCAB_SIZE], [-1], [[1], [10**30]]]),
+    ("prompt", [[1.0], [True], "\ud800"]),
+    ("logprobs", [0, 1, 5, True]),
+    ("echo", [True]),
+    ("presence_penalty", [0.5]),
+    ("frequency_penalty", [-1]),
+    ("logit_bias", [{"5": 100}]),
+    ("response_format", [{"type": "json_object"}]),
+    ("guided_json", [{}]),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), BAD, ids=[f"{f}-{len(v)}" for f, v in BAD])
+def test_bad_values_are_named_and_the_next_request_is_served(server, field, values):
+    """Case S5. The values reach the server as JSON, NaN and Infinity as Python writes them."""
+    for value in values:
+        error = error_of(post(server, **{field: value}), 400)
+        assert error["param"].split("[")[0] == field, value
+        assert field in error["message"]
+        assert error["type"] == "invalid_request_error"
+    assert post(server).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": 3, "content": "hi"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+        ({"messages": [{"role": "judge", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\udcff"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 600}, "max_completion_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_bad_chats(server, fields, param):
+    good = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    fields = fields if "messages" in fields or not fields else good | fields
+    assert error_of(post(server, "/v1/chat/completions", **fields), 400)["param"] == param
+    assert post(server, "/v1/chat/completions", **good).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"7", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": }'],
+)
+def test_bodies_that_are_not_requests(server, content):
+    assert error_of(post(server, content=content), 400)["param"] is None
+    assert post(server).status_code == 200
+
+
+def test_neutral_and_unknown_fields_are_allowed(server):
+    fields = {"logprobs": None, "echo": False, "presence_penalty": 0, "best_of": 1, "user": "me"}
+    fields |= {"temperature": None, "stop": None, "n": None, "stream_options": None, "whim": 3}
+    assert post(server, **fields, top_k=-1, min_p=0, top_p=1, model=None).status_code == 200
+
+
+def test_unknown_models_and_paths(server):
+    error = error_of(post(server, model="gpt-4\ud800"), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        server.client.completions.create(model="other", prompt="a")
+    error_of(httpx.get(server.url + "/v1/nothing"), 404)
+    error_of(httpx.get(server.url + "/v1/completions"), 405)
+
+
+def test_an_abandoned_stream_frees_its_blocks(slow_server):
+    """Case S5: close a 500-token stream after its first event."""
+    free = slow_server.num_free
+    events = slow_server.client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=500, stream=True
+    )
+    next(iter(events))
+    assert slow_server.num_free < free
+    events.close()
+    until(lambda: slow_server.num_free == free, seconds=2)
+    assert not slow_server.engine.has_unfinished
+    assert not slow_server.worker._open
+    until(lambda: slow_server.value("num_requests_running") == 0)
+    assert slow_server.value("kv_cache_usage_perc") == 0
+
+
+def test_an_abandoned_answer_frees_its_blocks(slow_server):
+    aborted = slow_server.value("request_success_total", finished_reason="abort")
+    with pytest.raises(openai.APITimeoutError):
+        slow_server.client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=500, n=3, timeout=0.5
+        )
+    until(lambda: not slow_server.engine.has_unfinished, seconds=2)
+    assert slow_server.num_free == slow_server.engine.limits.num_blocks - 1
+    until(
+        lambda: slow_server.value("request_success_total", finished_reason="abort") == aborted + 3
+    )
+
+
+def test_a_client_that_does_not_read_is_let_go(slow_server):
+    """Its stream waits for the reader, not for the engine, when the connection goes."""
+    import socket
+
+    host, port = slow_server.url.removeprefix("http://").split(":")
+    free = slow_server.num_free
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        sock.connect((host, int(port)))
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        )
+        sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: slow_server.num_free < free)
+    until(lambda: slow_server.num_free == free, seconds=2)
+
+
+def test_a_normal_end_aborts_nothing(server):
+    calls = []
+    abort = server.worker.abort
+    server.worker.abort = lambda ticket: (calls.append(ticket), abort(ticket))
+    try:
+        for stream in (False, True):
+            answer = server.client.completions.create(
+                model=MODEL, prompt=PROMPT, n=2, stream=stream, stream_options=None
+            )
+            list(answer) if stream else answer
+    finally:
+        del server.worker.abort
+    assert calls == []
+
+
+def test_a_failed_step_ends_its_requests_only():
+    """Case X1: the body says nothing of the inside. The server goes on."""
+    engine = speaker(max_num_seqs=1)
+    step, faults = engine.step, []
+
+    def failing_step():
+        outputs = step()
+        if faults and faults[0] <= 0:
+            faults.clear()
+            raise RuntimeError("no such file: /etc/specdec/secret")
+        faults[:] = [n - 1 for n in faults]
+        return outputs
+
+    engine.step = failing_step
+    with serving(engine) as server:
+        good = post(server).json()["choices"]
+        for streamed in (False, True):
+            faults.append(3)
+            response = post(server, stream=streamed)
+            assert response.status_code == (200 if streamed else 500)
+            if streamed:
+                *events, last, done, _ = response.text.split("\n\n")
+                assert done == "data: [DONE]"
+                assert len(events) == 3
+                body = last.removeprefix("data: ")
+            else:
+                body = response.text
+            error = json.loads(body)["error"]
+            assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
+            assert "/" not in body
+            assert "Error" not in body
+            assert "secret" not in body
+            assert server.num_free == engine.limits.num_blocks - 1
+            assert post(server).json()["choices"] == good
+        faults.append(3)
+        with pytest.raises(openai.APIError):
+            list(server.client.completions.create(model=MODEL, prompt=PROMPT, stream=True))
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert server.value("request_success_total", finished_reason="error") == 3
+
+
+def test_a_fault_before_anything_runs_does_not_repeat_for_ever():
+    engine = speaker()
+    step = engine.step
+    engine.step = lambda: 1 / 0
+    with serving(engine) as server:
+        error_of(post(server), 500)
+        engine.step = step
+        assert post(server).status_code == 200
+
+
+def test_a_fault_in_a_route_says_nothing(server, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no such file: /etc/specdec/secret")
+
+    monkeypatch.setattr(app_module, "make_job", broken)
+    body = post(server)
+    error_of(body, 500)
+    assert "/" not in body.text
+    assert "Error" not in body.text
+
+
+def test_a_row_that_is_not_finite_fails_its_request_only():
+    """Case N1: the row comes after five tokens; a neighbour that ends before it is served."""
+    script = [*b"abcde", -1, *b"fgh"]
+    with serving(speaker(script)) as server:
+        assert post(server, max_tokens=5).json()["choices"][0]["text"] == "abcde"
+        assert "not finite" in error_of(post(server, max_tokens=9), 500)["message"]
+        stream = post(server, max_tokens=9, stream=True).text
+        assert stream.count('"text"') == 5
+        assert "not finite" in stream
+        assert server.num_free == server.engine.limits.num_blocks - 1
+        assert post(server, max_tokens=5).status_code == 200
+
+
+def test_an_engine_that_refuses_is_a_bad_request():
+    """The server checks first; what only the engine knows of still comes back as its own line."""
+    engine = speaker()
+    with serving(engine) as server:
+        engine.limits = engine.limits._replace(max_model_len=5)
+        error = error_of(post(server), 400)
+        assert "context holds 5" in error["message"]
+
+
+def test_every_path_but_health_asks_for_the_key():
+    with serving(speaker(), api_key=KEY) as server:
+        routes = [("GET", p) for p in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/x")]
+        routes += [("POST", p) for p in ("/v1/completions", "/v1/chat/completions", "/health/")]
+        wrong = [{}, *({"authorization": v} for v in (KEY, "Bearer", "Bearer a", f"Basic {KEY}"))]
+        wrong += [{"authorization": f"Bearer {KEY}x"}, {"authorization": b"Bearer \xff"}]
+        for method, path in routes:
+            for headers in wrong:
+                response = httpx.request(method, server.url + path, headers=headers)
+                assert error_of(response, 401)["code"] == "invalid_api_key"
+                assert KEY not in response.text
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert server.client.models.list().data[0].id == MODEL
+        assert post(server, headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=server.url + "/v1", api_key="other").models.list()
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(given, expected):
+        compared.append((given, expected))
+        return given == expected
+
+    monkeypatch.setattr(app_module.hmac, "compare_digest", compare)
+    with serving(speaker(), api_key="k") as server:
+        httpx.get(server.url + "/v1/models", headers={"authorization": "Bearer j"})
+    assert compared == [(b"Bearer j", b"Bearer k")]
+
+
+def test_without_a_configured_key_any_is_accepted(server):
+    for headers in ({}, {"authorization": "Bearer anything"}):
+        assert post(server, headers=headers).status_code == 200
+
+
+def serve(*overrides, **options):
+    command = [sys.executable, ROOT / "serve.py", "device=cpu", "port=0", *overrides]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+
+
+def test_serve_drains_on_sigterm(tmp_path):
+    """The script itself: the running stream is finished, then it exits with 0."""
+    model = write_chat_model(tmp_path / "small-chat", max_position_embeddings=4096)
+    process = serve(
+        f"target.path={model}",
+        "model=llama_ngram",
+        "dtype=float32",
+        f"api_key={KEY!r}",
+        cwd=tmp_path,
+    )
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "serving http" in line:
+                break
+        else:
+            pytest.fail("".join(lines))
+        url = line.split()[-1]
+        client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=4, timeout=60)
+        assert client.models.list().data[0].id == "small-chat"
+        events = client.chat.completions.create(
+            model="small-chat",
+            messages=[{"role": "user", "content": "w7 w8"}],
+            max_tokens=300,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [next(events)]
+        process.send_signal(signal.SIGTERM)
+        chunks += list(events)
+        assert chunks[-1].usage.completion_tokens == 300
+        assert chunks[-2].choices[0].finish_reason == "length"
+        rest, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, rest
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/models")
+        said = "".join(lines) + rest
+        logs = [
+            path.read_text() for path in tmp_path.rglob("*") if path.suffix in (".log", ".yaml")
+        ]
+        assert logs
+        assert not any(KEY in text for text in [said, *logs])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_serve_refuses_what_cannot_run(server):
+    port = server.url.rpartition(":")[2]
+    runs = [
+        (serve(f"port={port}"), f"127.0.0.1:{port}"),
+        (serve("api_key="), "api_key is empty"),
+        (serve("+propose.num_draft_tokns=3"), "num_draft_tokns"),
+    ]
+    for process, reason in runs:
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert reason in said
+        assert "Traceback" not in said
