@@ -63,6 +63,14 @@ class Cache(NamedTuple):
     values: tuple[Tensor, ...]  # each [num_blocks, block_size, Hkv, Dv]
 
 
+class HeadCache(NamedTuple):
+    """A draft head's cache. n: layers that take turns (`Draft.num_depths`)."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    carry: Tensor  # [n - 1, num_slots, H] what layer i recycled at a slot's last committed row
+
+
 class TargetOutput(NamedTuple):
     hidden: Tensor  # [T, H] after the final norm
     aux: tuple[Tensor, ...] = ()  # residual streams [T, H] in the order `capture` was given
@@ -102,11 +110,12 @@ class Draft(NamedTuple):
     config: Any
     params: Any
     features: Callable[[TargetOutput], Tensor]  # -> [T, H] hidden for the first draft step
-    forward: Callable[[Tensor, Tensor, Batch, Cache, int], DraftOutput]
+    forward: Callable[[Tensor, Tensor, Batch, HeadCache, int], DraftOutput]
     # (input_ids [T], hidden [T, H], batch, cache, draft step) -> DraftOutput
     logits: Callable[[Tensor, int], Tensor]  # ([n, H], draft step) -> [n, V_draft]
-    new_cache: Callable[[CacheShape], Cache]
+    new_cache: Callable[[CacheShape], HeadCache]
     vocab_size: int  # V_draft, real ids
     vocab_map: VocabMap | None  # None: draft ids are target ids
     max_position: int
     aux_layers: tuple[int, ...] = ()  # boundaries of the target that `features` reads
+    num_depths: int = 1  # layers that take turns: draft step i runs layer i mod num_depths

@@ -51,11 +51,7 @@ def next_token_ids(state: State, batch: Batch, committed: Committed) -> Tensor:
     The last real row of a request takes the newly committed token; at the end of a non-final
     prefill chunk it takes the known next prompt token. Rows of rejected drafts hold any valid id.
     """
-    num_rows = batch.input_ids.shape[0]
-    lens = batch.query_start.diff()
-    request = torch.repeat_interleave(
-        torch.arange(len(lens), device=lens.device), lens, output_size=num_rows
-    )
+    request = row_requests(batch)
     slots = batch.request_slots[request]
     following = batch.positions + 1
     known = state.token_ids[slots, following]
@@ -63,3 +59,11 @@ def next_token_ids(state: State, batch: Batch, committed: Committed) -> Tensor:
     width = committed.token_ids.shape[1]
     fresh = committed.token_ids[request, index.clamp(0, width - 1)].clamp(min=0)
     return torch.where((index >= 0) & (index < width), fresh, known)
+
+
+def row_requests(batch: Batch) -> Tensor:
+    """The request of each batch row, [T]."""
+    lens = batch.query_start.diff()
+    return torch.repeat_interleave(
+        torch.arange(len(lens), device=lens.device), lens, output_size=batch.input_ids.shape[0]
+    )

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from specdec.keys import Keys
-from specdec.models.batch import Batch, TargetOutput
-from specdec.propose import next_token_ids, no_drafts, proposer
+from specdec.models.batch import NULL_BLOCK, Batch, TargetOutput
+from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
 from specdec.sampling import DraftSample, sample_draft
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
 from specdec.step import Model, attention_group, slot_of
@@ -30,6 +30,9 @@ def autoregressive(
     K = 0 too, so that the head's cache has no holes. Row (h_P, token P+1) sits at position P and
     drafts token P+2.
 
+    Where n layers take turns, layer i's row P is (what layer i-1 gave at P, token P+1+i): see
+    `ingest` and `_next_rows` for which rows run when.
+
     Args:
         draft_sampling: "greedy" (one-hot proposals), "sample" (from q, kept for the rule) or
             "shared" (argmax under the target's own Gumbel noise, for `gumbel` with shared noise).
@@ -37,7 +40,8 @@ def autoregressive(
     """
     model, cache = draft
     ids = next_token_ids(state, batch, committed)
-    drafted = model.forward(ids, model.features(out), batch, cache, 0)
+    last = committed.last_rows
+    for_logits, ingested = ingest(draft, ids, model.features(out), batch, last)
     num_requests = len(batch.request_slots)
     if num_draft_tokens == 0:
         return no_drafts(num_requests, ids.device)
@@ -49,16 +53,26 @@ def autoregressive(
         temperatures = torch.where(sampled, temperature, temperatures)
     round_keys = Keys(state.seeds[slots], committed.num_tokens)
 
-    rows = committed.last_rows
-    for_logits, recycle = drafted.for_logits[rows], drafted.recycle[rows]
-    positions = batch.positions[rows]
+    positions = batch.positions[last]
     token_ids, is_delta = [], []
+    recycled = [ingested[0]]  # of the row behind each drafted token, [R, H]
+    rows = ingested[0][:, None]  # of the last pass's rows, [R, m, H]
     for step in range(num_draft_tokens):
         if step:
-            positions = positions + 1
-            step_batch = _single_rows(batch, positions)
-            drafted = model.forward(token_ids[-1], recycle, step_batch, cache, step)
-            for_logits, recycle = drafted.for_logits, drafted.recycle
+            step_batch = _next_rows(batch, positions, step, model.num_depths)
+            hidden = _next_hidden(rows, recycled, ingested, step)
+            valid = step_batch.row_valid[:, None]
+            drafted = model.forward(
+                torch.stack(token_ids[-hidden.shape[1] :], dim=1).flatten(),
+                torch.where(valid, hidden.flatten(0, 1), 0),
+                step_batch,
+                cache,
+                step,
+            )
+            rows = drafted.recycle.view(num_requests, -1, drafted.recycle.shape[-1])
+            for_logits = drafted.for_logits.view(num_requests, -1, drafted.for_logits.shape[-1])
+            for_logits = for_logits[:, -1]
+            recycled.append(rows[:, -1])
         sample = sample_draft(
             model.logits(for_logits, step),
             temperature=temperatures,
@@ -84,6 +98,45 @@ def autoregressive(
     )
 
 
+def ingest(
+    draft: Model, ids: Tensor, hidden: Tensor, batch: Batch, last_rows: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Every layer over the newly committed rows, so that no layer's cache has holes.
+
+    With N committed tokens the target has hidden states up to position N - 2, so the rows of layer
+    i that hold nothing but committed tokens end at N - 2 - i. Layer i therefore runs over this
+    step's rows moved back by i positions: a row's id is the same for all layers, all of them are
+    final, and together with earlier steps they cover every position from 0 on. The hidden state of
+    a moved row is what the layer before gave one batch row earlier; the first row's comes from the
+    step before, through `cache.carry`. Rows that drafting wrote at N - 1 - i .. N - 2 are exactly
+    those that the next step's moved rows write again.
+
+    Args:
+        ids: [T] target ids, shifted left by one (`next_token_ids`).
+        hidden: [T, H] the target's features.
+        last_rows: [R] batch row of position N - 2 of each request.
+
+    Returns:
+        The first layer's input to the logits at the last rows [R, H], and for each layer what it
+        recycles at its last final row [R, H].
+    """
+    model, cache = draft
+    slots = batch.request_slots
+    request = row_requests(batch)
+    is_first = torch.arange(len(ids), device=ids.device) == batch.query_start[request]
+    out = model.forward(ids, hidden, batch, cache, 0)
+    for_logits, last = out.for_logits[last_rows], [out.recycle[last_rows]]
+    for depth in range(1, model.num_depths):
+        carried = cache.carry[depth - 1, slots]
+        moved = _moved_back(batch, request, depth)
+        hidden = torch.where(is_first[:, None], carried[request], out.recycle.roll(1, 0))
+        hidden = torch.where(moved.row_valid[:, None], hidden, 0)
+        cache.carry[depth - 1, slots] = last[-1]
+        out = model.forward(ids, hidden, moved, cache, depth)
+        last.append(out.recycle[last_rows])
+    return for_logits, last
+
+
 def write_draft_dist_(state: State, slots: Tensor, step: int, sample: DraftSample) -> None:
     """Keep q of one draft step in State's reserved buffer."""
     state.q_logits[slots, step] = sample.logits
@@ -93,27 +146,83 @@ def write_draft_dist_(state: State, slots: Tensor, step: int, sample: DraftSampl
     state.q_inv_temperature[slots] = sample.inv_temperature
 
 
-def _single_rows(batch: Batch, positions: Tensor) -> Batch:
-    """A batch of one row a request at the given positions [R], in lookahead slots."""
-    request = torch.arange(len(positions), device=positions.device)
-    first = batch.groups[0]
-    block_size = first.mask.shape[2] // first.block_tables.shape[1]
+def _next_hidden(rows: Tensor, recycled: list[Tensor], ingested: list[Tensor], step: int) -> Tensor:
+    """Hidden states [R, m, H] of the rows that draft step `step` >= 1 runs (see `_next_rows`)."""
+    num_depths = len(ingested)
+    depth = step % num_depths
+    if depth == 0:  # the first layer again: a row a draft, each behind the one that made it
+        return torch.stack(recycled[-num_depths:], dim=1)
+    if step > depth:  # a later turn: the layer before ran over the same rows
+        return rows
+    if depth == 1:
+        return ingested[0][:, None]
+    return torch.cat((ingested[depth - 1][:, None], rows), dim=1)
+
+
+def _next_rows(batch: Batch, last: Tensor, step: int, num_depths: int) -> Batch:
+    """The rows of draft step i >= 1, for layer i mod n.
+
+    Before the first turn is over (i < n) layer i lacks the i rows up to position N - 2, whose
+    tokens are the drafts so far. In a later turn the n drafts of the turn before count as
+    committed, so each layer lacks n rows, the last n drafts. One layer: one row a step.
+
+    Args:
+        last: [R] position N - 2 of each request.
+
+    Returns:
+        A batch of R * m rows, m = min(i, n); rows before position 0 are invalid.
+    """
+    count = min(step, num_depths)
+    offsets = torch.arange(1 - count, 1, device=last.device) + step // num_depths * num_depths
+    positions = (last[:, None] + offsets).flatten()
+    num_requests = len(last)
+    request = torch.arange(num_requests, device=last.device)
     groups, start = [], 0
     for group in batch.groups:
         end = start + len(group.query_index)
-        index = request[start:end, None]
-        groups.append(attention_group(index, positions, group.block_tables, block_size))
+        groups.append(request[start:end, None] * count + torch.arange(count, device=last.device))
         start = end
+    starts = torch.arange(num_requests + 1, device=last.device) * count
+    everywhere = torch.ones_like(positions, dtype=torch.bool)
+    request = request.repeat_interleave(count)
+    return _placed(batch, positions, everywhere, request, groups, starts, last + offsets[-1] + 1)
+
+
+def _moved_back(batch: Batch, request: Tensor, depth: int) -> Batch:
+    """The batch with every row `depth` positions earlier; rows before position 0 are invalid."""
+    indices = [group.query_index for group in batch.groups]
+    positions, lens = batch.positions - depth, (batch.seq_lens - depth).clamp(min=0)
+    return _placed(batch, positions, batch.row_valid, request, indices, batch.query_start, lens)
+
+
+def _placed(
+    batch: Batch,
+    positions: Tensor,
+    valid: Tensor,
+    request: Tensor,
+    query_indices: list[Tensor],
+    query_start: Tensor,
+    seq_lens: Tensor,
+) -> Batch:
+    """Rows of the batch's requests at other positions, in lookahead slots where they are new."""
+    first = batch.groups[0]
+    block_size = first.mask.shape[2] // first.block_tables.shape[1]
+    valid = valid & (positions >= 0)
+    positions = torch.where(valid, positions, 0)
+    slot_mapping = slot_of(batch.block_tables, request, positions, block_size)
     return Batch(
         input_ids=positions,
         positions=positions,
-        query_start=torch.arange(len(positions) + 1, device=positions.device),
-        seq_lens=positions + 1,
-        slot_mapping=slot_of(batch.block_tables, request, positions, block_size),
+        query_start=query_start,
+        seq_lens=seq_lens,
+        slot_mapping=torch.where(valid, slot_mapping, NULL_BLOCK * block_size),
         block_tables=batch.block_tables,
-        logits_indices=request,
-        cu_num_logits=torch.arange(len(positions) + 1, device=positions.device),
+        logits_indices=query_start[1:] - 1,
+        cu_num_logits=torch.arange(len(query_start), device=positions.device),
         request_slots=batch.request_slots,
-        row_valid=torch.ones_like(positions, dtype=torch.bool),
-        groups=tuple(groups),
+        row_valid=valid,
+        groups=tuple(
+            attention_group(index, positions, group.block_tables, block_size)
+            for index, group in zip(query_indices, batch.groups, strict=True)
+        ),
     )
