@@ -1,0 +1,198 @@
+"""A decoder-only target made of one family's block: embed, blocks, norm, head.
+
+What families share; a family's file holds its config, its parameters and its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.paged_attention.reference import fold_groups
+from specdec.models import layers
+from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
+from specdec.models.capture import check_layer_ids, run_stack
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.layers import linear, rms_norm
+from specdec.models.parts import check_layout, part, read_layout
+from specdec.models.rope import inv_freq
+
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, Dv]) -> [..., Hq, Dv]
+
+
+class Block(NamedTuple):
+    """A family's decoder block for whoever stacks it, a target or a draft head.
+
+    Configs have num_heads, num_kv_heads (of the cache), rotary_dim, attention_scale, rope and
+    rms_norm_eps.
+    """
+
+    layer: Callable[..., tuple[Tensor, Tensor]]
+    # (layer, config, hidden [..., H], residual or None, rotation, attention) -> (hidden, residual)
+    attentions: Callable[[Any, Batch, Cache, torch.dtype], list[AttentionFn]]
+    # (config, batch, cache, dtype) -> one function for each layer of the cache
+    new_cache: Callable[[Any, int, torch.device | str, torch.dtype, CacheShape], Cache]
+    # (config, number of layers, device, dtype, shape) -> zeroed pages
+    pack: Callable[[Any], Any]  # a layer with its matrices packed for the CPU
+
+
+class DecoderParams(NamedTuple):
+    embed: Tensor  # [V, H]
+    layers: tuple[Any, ...]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [V, H]; the same tensor as `embed` when tied
+
+
+def forward(
+    block: Block,
+    params: DecoderParams,
+    config: Any,
+    freq: Tensor,
+    capture: tuple[int, ...],
+    batch: Batch,
+    cache: Cache,
+) -> TargetOutput:
+    """Runs a batch and writes its rows in the cache. `freq` is `inv_freq` of the config's rope."""
+    hidden = F.embedding(batch.input_ids, params.embed)
+    rotation = layers.rotary(freq, batch.positions, hidden.dtype, config.rope.attention_factor)
+    attentions = block.attentions(config, batch, cache, hidden.dtype)
+    blocks = [
+        partial(block.layer, layer, config, rotation=rotation, attention=attention)
+        for layer, attention in zip(params.layers, attentions, strict=True)
+    ]
+    hidden, aux = run_stack(blocks, hidden, capture)
+    return TargetOutput(rms_norm(hidden, params.norm, config.rms_norm_eps), aux)
+
+
+def dense_forward(
+    block: Block, params: DecoderParams, config: Any, input_ids: Tensor, attention: AttentionFn
+) -> Tensor:
+    """Whole sequences without a cache: ids [B, S] -> hidden [B, S, H] after the final norm."""
+    hidden = F.embedding(input_ids, params.embed)
+    positions = torch.arange(input_ids.shape[-1], device=hidden.device)
+    freq = inv_freq(config.rope, config.rotary_dim, hidden.device)
+    rotation = layers.rotary(freq, positions, hidden.dtype, config.rope.attention_factor)
+    blocks = [
+        partial(block.layer, layer, config, rotation=rotation, attention=attention)
+        for layer in params.layers
+    ]
+    return rms_norm(run_stack(blocks, hidden)[0], params.norm, config.rms_norm_eps)
+
+
+def causal_attention(config: Any) -> AttentionFn:
+    """Attention of [B, S, heads, D] over a whole sequence, each row seeing itself and the past."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (t.transpose(-3, -2) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
+        )
+        return out.transpose(-3, -2)
+
+    return attention
+
+
+def paged_attentions(
+    config: Any, batch: Batch, cache: Cache, dtype: torch.dtype
+) -> list[AttentionFn]:
+    """Attention over paged keys and values, for each layer of the cache."""
+    groups = fold_groups(
+        batch.groups, len(batch.input_ids), config.num_heads, config.num_kv_heads, dtype
+    )
+    return [
+        partial(
+            layers.attend,
+            slot_mapping=batch.slot_mapping,
+            groups=groups,
+            key_cache=keys,
+            value_cache=values,
+            scale=config.attention_scale,
+        )
+        for keys, values in zip(cache.keys, cache.values, strict=True)
+    ]
+
+
+def decoder_target(
+    block: Block, params: DecoderParams, config: Any, vocab_size: int | None = None
+) -> Target:
+    """Binds parameters to the functions of a target.
+
+    Args:
+        params: tensors on one device. On a CPU the products use packed copies of the matrices (a
+            layer that is packed already is taken as it is); of the plain ones only `embed` and
+            `lm_head` are kept.
+        vocab_size: real ids, when the matrices are padded past them.
+    """
+    embed, lm_head = params.embed, params.lm_head
+    params = params._replace(
+        layers=tuple(block.pack(layer) for layer in params.layers), lm_head=layers.pack(lm_head)
+    )
+    freq = inv_freq(config.rope, config.rotary_dim, embed.device)
+    new_cache = partial(block.new_cache, config, len(params.layers), embed.device, embed.dtype)
+
+    def logits(hidden: Tensor) -> Tensor:
+        return linear(hidden, params.lm_head)
+
+    def capture(ids: tuple[int, ...]) -> Target:
+        ids = check_layer_ids(ids, len(params.layers))
+        return Target(
+            config=config,
+            params=params,
+            forward=torch.no_grad()(partial(forward, block, params, config, freq, ids)),
+            logits=torch.no_grad()(logits),
+            new_cache=new_cache,
+            vocab_size=vocab_size or min(config.vocab_size, lm_head.shape[0]),
+            max_position=config.max_position,
+            embed=embed,
+            lm_head=lm_head,
+            capture=capture,
+        )
+
+    return capture(())
+
+
+def decoder_layout(config: Any, layer_layouts: Iterable[Any]) -> DecoderParams:
+    """Layout of a whole model around its layers'; `lm_head` is None when the tables are tied."""
+    table = (config.vocab_size, config.hidden_size)
+    return DecoderParams(
+        embed=part("model.embed_tokens.weight", *table),
+        layers=tuple(layer_layouts),
+        norm=part("model.norm.weight", config.hidden_size),
+        lm_head=None if config.tie_word_embeddings else part("lm_head.weight", *table),
+    )
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    layout: DecoderParams,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    prepare: Callable[[Any], Any] = lambda layer: layer,
+    redundant: Iterable[str] = (),
+) -> DecoderParams:
+    """Reads a model layer by layer; see `check_names` for the errors.
+
+    Args:
+        prepare: applied to each layer before the next is read (`Block.pack`), so that plain and
+            packed matrices of the whole model never exist together.
+        redundant: names that may be present without use.
+    """
+    tied = layout.lm_head is None
+    check_layout(checkpoint, layout, [*redundant, *["lm_head.weight"] * tied])
+
+    def read(part: Any) -> Any:
+        return read_layout(checkpoint, part, device, dtype)
+
+    embed = read(layout.embed)
+    return DecoderParams(
+        embed=embed,
+        layers=tuple(prepare(read(layer)) for layer in layout.layers),
+        norm=read(layout.norm),
+        lm_head=embed if tied else read(layout.lm_head),
+    )

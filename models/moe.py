@@ -1,0 +1,217 @@
+"""Mixture of experts in plain torch: two routers, and the experts in three exact forms.
+
+The forms give the same numbers up to rounding; which one runs is decided by shapes, dtype and
+device alone, never by a value on the device (measured on an H200, torch 2.11):
+
+* gather: the chosen experts' weights are copied next to each other, one batched product. Nothing
+  waits for the host in any dtype. On CUDA for few rows of small experts, where launches decide, and
+  inside CUDA graphs wherever the grouped product cannot be captured.
+* grouped: rows sorted by expert, one product with offsets that stay on the device. In bf16 on CUDA
+  it can be captured; for large experts it is the fastest for few rows too (DeepSeek-V3 shape, one
+  row: 346 us against 550 us gathered). On a CPU it is the usual form.
+* loop: rows sorted by expert, a loop over the experts that have any; the counts go to the host.
+  For sizes that the grouped product does not take.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.models.layers import linear, pack, swiglu
+from specdec.models.parts import Part, part
+
+GATHER_BYTES = 32 * 2**20  # of copied weights, up to which launches cost more than the copy
+
+
+class Mlp(NamedTuple):
+    """A dense feed-forward part."""
+
+    gate_up: Tensor  # [2 I, H]
+    down: Tensor  # [H, I]
+
+
+class Experts(NamedTuple):
+    """The feed-forward parts of E experts."""
+
+    gate_up: Tensor  # [E, 2 I, H]
+    down: Tensor  # [E, H, I]
+
+
+class Routing(NamedTuple):
+    """Which experts each of N rows goes to."""
+
+    experts: Tensor  # [N, k] int64
+    weights: Tensor  # [N, k] fp32
+    scores: Tensor  # [N, E] fp32, before any choice; for balance losses
+
+
+class SoftmaxMoe(NamedTuple):
+    """Experts chosen by softmax (Qwen3-MoE)."""
+
+    gate: Tensor  # [E, H]
+    experts: Experts
+
+
+def mlp(params: Mlp, hidden: Tensor) -> Tensor:
+    """[..., H] -> [..., H]."""
+    return linear(swiglu(linear(hidden, params.gate_up)), params.down)
+
+
+def softmax_routing(hidden: Tensor, gate: Tensor, *, top_k: int, normalise: bool) -> Routing:
+    """The `top_k` most probable experts of rows [N, H].
+
+    Args:
+        normalise: weights of the chosen sum to one; False keeps their probabilities.
+    """
+    scores = linear(hidden, gate).softmax(dim=-1, dtype=torch.float32)
+    weights, experts = scores.topk(top_k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Routing(experts, weights, scores)
+
+
+def grouped_sigmoid_routing(
+    hidden: Tensor,
+    gate: Tensor,
+    correction: Tensor,
+    *,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalise: bool,
+    scale: float,
+) -> Routing:
+    """DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2) of rows [N, H], in fp32.
+
+    Groups of experts are ranked by the sum of their two best corrected scores, and only experts of
+    the `top_groups` best can be chosen. The correction [E] decides the choice; the weights come
+    from the uncorrected scores.
+    """
+    scores = linear(hidden.float(), gate.float()).sigmoid()
+    choice = scores + correction
+    if top_groups < num_groups:
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)  # [N, groups]
+        chosen = group_scores.topk(top_groups, dim=-1).indices
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
+        choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+    experts = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return Routing(experts, weights * scale, scores)
+
+
+def run_experts(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:
+    """Weighted sum of the chosen experts' outputs: rows [N, H] -> [N, H] in the rows' dtype."""
+    form = {"gather": _gather, "grouped": _grouped, "loop": _loop}[_form(experts, routing)]
+    out = form(experts, hidden, routing.experts)  # [N, k, H]
+    return (out * routing.weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
+
+
+def softmax_moe(params: SoftmaxMoe, hidden: Tensor, *, top_k: int, normalise: bool) -> Tensor:
+    """[..., H] -> [..., H]."""
+    rows = hidden.flatten(0, -2)
+    routing = softmax_routing(rows, params.gate, top_k=top_k, normalise=normalise)
+    return run_experts(params.experts, rows, routing).view(hidden.shape)
+
+
+def pack_mlp(params: Mlp) -> Mlp:
+    """The matrices packed for the CPU."""
+    return Mlp(pack(params.gate_up), pack(params.down))
+
+
+def mlp_layout(prefix: str, hidden: int, inner: int) -> Mlp:
+    """Layout of `gate_proj`, `up_proj` and `down_proj` below `prefix`, which ends in a dot."""
+    return Mlp(
+        gate_up=Part(
+            {f"{prefix}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")},
+        ),
+        down=part(f"{prefix}down_proj.weight", hidden, inner),
+    )
+
+
+def experts_layout(
+    prefix: str, num_experts: int, hidden: int, inner: int, *, fused: bool
+) -> Experts:
+    """Layout of the experts below `prefix` (as in "model.layers.3.mlp.experts.").
+
+    Published checkpoints hold experts one by one; `fused` is transformers' own layout, which
+    `save_pretrained(save_original_format=False)` writes.
+    """
+    if fused:
+        return Experts(
+            gate_up=part(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden),
+            down=part(f"{prefix}down_proj", num_experts, hidden, inner),
+        )
+    return Experts(
+        gate_up=Part(
+            {
+                f"{prefix}{expert}.{name}_proj.weight": (inner, hidden)
+                for expert in range(num_experts)
+                for name in ("gate", "up")
+            },
+            shape=(num_experts, 2 * inner, hidden),
+        ),
+        down=Part(
+            {f"{prefix}{e}.down_proj.weight": (hidden, inner) for e in range(num_experts)},
+            shape=(num_experts, hidden, inner),
+        ),
+    )
+
+
+def _form(experts: Experts, routing: Routing) -> str:
+    weight = experts.down
+    _, hidden, inner = weight.shape
+    size = weight.element_size()
+    fits = hidden * size % 16 == 0 and inner * size % 16 == 0
+    if weight.is_cuda:
+        captured = fits and weight.dtype == torch.bfloat16
+        pairs = routing.experts.numel()
+        few = pairs * 3 * hidden * inner * size <= GATHER_BYTES
+        if few or (not captured and torch.cuda.is_current_stream_capturing()):
+            return "gather"
+    return "grouped" if fits else "loop"
+
+
+def _gather(experts: Experts, hidden: Tensor, chosen: Tensor) -> Tensor:
+    flat = chosen.flatten()
+    rows = hidden.repeat_interleave(chosen.shape[1], dim=0).unsqueeze(-1)  # [N k, H, 1]
+    inner = swiglu(torch.bmm(experts.gate_up.index_select(0, flat), rows).squeeze(-1))
+    out = torch.bmm(experts.down.index_select(0, flat), inner.unsqueeze(-1))
+    return out.view(*chosen.shape, -1)
+
+
+def _grouped(experts: Experts, hidden: Tensor, chosen: Tensor) -> Tensor:
+    rows, back = _sorted_rows(hidden, chosen)
+    ends = _counts(chosen, experts).cumsum(0, dtype=torch.int32)
+    inner = swiglu(F.grouped_mm(rows, experts.gate_up.transpose(-1, -2), offs=ends))
+    out = F.grouped_mm(inner, experts.down.transpose(-1, -2), offs=ends)
+    return out.index_select(0, back).view(*chosen.shape, -1)
+
+
+def _loop(experts: Experts, hidden: Tensor, chosen: Tensor) -> Tensor:
+    rows, back = _sorted_rows(hidden, chosen)
+    outputs = []
+    for expert, own in enumerate(rows.split(_counts(chosen, experts).tolist())):
+        if own.shape[0]:
+            outputs.append(mlp(Mlp(experts.gate_up[expert], experts.down[expert]), own))
+    return torch.cat(outputs).index_select(0, back).view(*chosen.shape, -1)
+
+
+def _sorted_rows(hidden: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [N k, H] in the order of their experts, and where each (row, choice) went."""
+    order = chosen.flatten().argsort(stable=True)
+    place = torch.arange(order.numel(), device=order.device)
+    back = torch.empty_like(order).scatter_(0, order, place)
+    return hidden.index_select(0, order // chosen.shape[1]), back
+
+
+def _counts(chosen: Tensor, experts: Experts) -> Tensor:
+    flat = chosen.flatten()
+    counts = torch.zeros(experts.down.shape[0], dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))

@@ -1,0 +1,134 @@
+"""Qwen3: a Llama-like block with a norm on every query and key head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.models import layers
+from specdec.models.batch import Cache, CacheShape, Target
+from specdec.models.decoder import (
+    AttentionFn,
+    Block,
+    DecoderParams,
+    decoder_target,
+    paged_attentions,
+)
+from specdec.models.layers import Rotary, linear, pack, rms_norm
+from specdec.models.moe import Mlp, mlp, pack_mlp
+from specdec.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_position: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+
+class Qwen3Layer(NamedTuple):
+    """One block. D: head dimension, which the hidden size does not determine."""
+
+    input_norm: Tensor | None  # [H]; None: the block takes its input as it is
+    qkv: Tensor  # [(Hq + 2 Hkv) * D, H]
+    qkv_bias: Tensor | None
+    q_norm: Tensor  # [D], shared by the heads
+    k_norm: Tensor  # [D]
+    out: Tensor  # [H, Hq * D]
+    out_bias: Tensor | None
+    post_norm: Tensor  # [H]
+    mlp: Any  # Mlp here; another family's feed-forward part elsewhere
+
+
+def qwen3_layer(
+    layer: Qwen3Layer,
+    config: Qwen3Config,
+    hidden: Tensor,
+    residual: Tensor | None,
+    rotation: Rotary,
+    attention: AttentionFn,
+) -> tuple[Tensor, Tensor]:
+    """One pre-norm block over [..., H]; the block's output is hidden + residual.
+
+    `residual` is None before the first block.
+    """
+    return qwen3_block(layer, config, hidden, residual, rotation, attention, mlp)
+
+
+def qwen3_block(
+    layer: Qwen3Layer,
+    config: Any,
+    hidden: Tensor,
+    residual: Tensor | None,
+    rotation: Rotary,
+    attention: AttentionFn,
+    feed_forward: Callable[[Any, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """`qwen3_layer` with the feed-forward part as an argument: (layer.mlp, [..., H]) -> [..., H]"""
+    residual = hidden if residual is None else hidden + residual
+    hidden = residual
+    if layer.input_norm is not None:
+        hidden = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    qkv = linear(hidden, layer.qkv, layer.qkv_bias)
+    qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
+    query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=-2)
+    query = layers.rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), rotation)
+    key = layers.rotate(rms_norm(key, layer.k_norm, config.rms_norm_eps), rotation)
+    out = attention(query, key, value).flatten(-2)
+    residual = residual + linear(out, layer.out, layer.out_bias)
+    hidden = rms_norm(residual, layer.post_norm, config.rms_norm_eps)
+    return feed_forward(layer.mlp, hidden), residual
+
+
+def new_cache(
+    config: Any,
+    num_layers: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    shape: CacheShape,
+) -> Cache:
+    """Zeroed pages; what a mask hides must still be finite."""
+    pages = (shape.num_blocks, shape.block_size, config.num_kv_heads, config.head_dim)
+    keys, values = (
+        tuple(torch.zeros(pages, device=device, dtype=dtype) for _ in range(num_layers))
+        for _ in range(2)
+    )
+    return Cache(keys, values)
+
+
+def pack_layer(layer: Qwen3Layer) -> Qwen3Layer:
+    """The block with its matrices packed for the CPU; experts stay as they are."""
+    feed_forward = pack_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else layer.mlp
+    return layer._replace(qkv=pack(layer.qkv), out=pack(layer.out), mlp=feed_forward)
+
+
+QWEN3 = Block(qwen3_layer, paged_attentions, new_cache, pack_layer)
+
+
+def qwen3_target(
+    params: DecoderParams, config: Qwen3Config, vocab_size: int | None = None
+) -> Target:
+    """See `decoder_target`."""
+    return decoder_target(QWEN3, params, config, vocab_size)
