@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from specdec.errors import CheckpointError
 from specdec.models.axes import HeadAxes, head_axes
 from specdec.models.batch import Draft, Target
-from specdec.models.checkpoint import as_dtype, open_checkpoint, read_config, resolve_path
+from specdec.models.checkpoint import (
+    Checkpoint,
+    as_dtype,
+    open_checkpoint,
+    read_config,
+    resolve_path,
+)
 from specdec.models.eagle_checkpoint import read_eagle, read_target_rows
 from specdec.models.llama import llama_target
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
+from specdec.models.qwen3 import qwen3_target
+from specdec.models.qwen3_checkpoint import load_qwen3_params, qwen3_config
 from specdec.models.tokenizer import real_vocab_size
 
 __all__ = [
     "CheckpointError",
     "as_dtype",
+    "build_target",
     "load_draft",
     "load_target",
     "open_checkpoint",
     "read_config",
     "resolve_path",
 ]
+
+
+class Family(NamedTuple):
+    """What a target family gives to its loader."""
+
+    architecture: str
+    config: Callable[[Mapping[str, Any]], Any]
+    params: Callable[[Checkpoint, Any, torch.device | str, torch.dtype], Any]
+    target: Callable[[Any, Any, int | None], Target]
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", llama_config, load_llama_params, llama_target),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3_config, load_qwen3_params, qwen3_target),
+}
 
 
 def load_target(
@@ -40,20 +64,49 @@ def load_target(
 
     Args:
         path: see `resolve_path`.
-        family: overrides the config's model_type; only "llama" is known.
+        family: overrides the config's model_type; one of `FAMILIES`.
         vocab_size: real ids; by default counted in tokenizer.json, else the config's.
 
     Raises:
         CheckpointError: nothing there, another family, a tensor missing, misshapen or unknown.
     """
-    config = read_config(path)
-    family = family or config.get("model_type") or "llama"
-    if family != "llama":
-        raise CheckpointError(f"{path}: family {family!r} is not supported; known: 'llama'")
-    settings = llama_config(config)
-    params = load_llama_params(open_checkpoint(path), settings, device, as_dtype(dtype))
-    ids = vocab_size or real_vocab_size(resolve_path(path)) or settings.vocab_size
-    return llama_target(params, settings, min(ids, settings.vocab_size))
+    return build_target(
+        open_checkpoint(path),
+        read_config(path),
+        device=device,
+        dtype=dtype,
+        family=family,
+        vocab_size=vocab_size or real_vocab_size(resolve_path(path)),
+    )
+
+
+def build_target(
+    checkpoint: Checkpoint,
+    settings: Mapping[str, Any],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    family: str | None = None,
+    vocab_size: int | None = None,
+) -> Target:
+    """`load_target` from an open checkpoint and the settings of its config.json."""
+    known = FAMILIES[family_of(settings, family, checkpoint.path)]
+    config = known.config(settings)
+    params = known.params(checkpoint, config, device, as_dtype(dtype))
+    return known.target(params, config, min(vocab_size or config.vocab_size, config.vocab_size))
+
+
+def family_of(settings: Mapping[str, Any], family: str | None, where: Any) -> str:
+    """The family's name in `FAMILIES`: as asked, by `model_type`, else `architectures`."""
+    name = family or settings.get("model_type")
+    if name is None:
+        declared = settings.get("architectures") or ()
+        known = (name for name, family in FAMILIES.items() if family.architecture in declared)
+        return next(known, "llama")
+    if name not in FAMILIES:
+        options = ", ".join(map(repr, FAMILIES))
+        raise CheckpointError(f"{where}: family {name!r} is not supported; known: {options}")
+    return name
 
 
 def load_draft(
