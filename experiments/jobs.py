@@ -157,7 +157,7 @@ def job_info(cfg: DictConfig, folder: Path, job_type: str) -> JobInfo:
     return JobInfo(
         folder=folder,
         config=plain(cfg),
-        name=",".join(settings.overrides.task) or settings.job.name,
+        name=",".join(sorted(settings.overrides.task, key=len)) or settings.job.name,
         group=Path(settings.sweep.dir).name if in_sweep else None,
         job_type=job_type,
     )

@@ -22,7 +22,7 @@ class JobInfo(NamedTuple):
 
     folder: Path  # the run folder
     config: dict[str, Any]  # plain and resolved
-    name: str  # the overrides
+    name: str  # the overrides, the short ones first
     group: str | None  # the sweep folder's name
     job_type: str  # train | eval | bench | serve
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -155,6 +155,9 @@ def one_line(error: BaseException) -> str | None:
         options = [o for o in error.options if not o.startswith("_")]
         hint = did_you_mean(name, options)
         return f"{group}={name} does not exist{hint} (known: {', '.join(options)})"
+    if isinstance(error, OverrideParseException):
+        why = _fold(error).partition(" See http")[0]
+        return f"the override {error.override} cannot be read: {why}"
     cause = error.__cause__ if isinstance(error, HydraException) else error
     if isinstance(cause, OmegaConfBaseException):
         return _about_omegaconf(error, cause)
