@@ -28,10 +28,10 @@ def _flash_forward(q, k, v, cu_seqlens, max_len, scale):
 
 
 def _flash_backward(grad, q, k, v, out, logsumexp, cu_seqlens, max_len, scale):
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, so no random state
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: not read
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, logsumexp, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True,
-        unused, unused, scale=scale,
+        random_state, q.new_empty(0), scale=scale,
     )  # fmt: skip
 
 
