@@ -42,6 +42,10 @@ class LlamaConfig:
     def attention_scale(self) -> float:
         return self.head_dim**-0.5
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
 
 class LlamaLayer(NamedTuple):
     """One block. I: intermediate size."""
@@ -72,14 +76,16 @@ def llama_layer(
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
+    attention_input: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One pre-norm block over [..., H]; the block's output is hidden + residual.
 
     `residual` is None before the first block. With `input_norm` None the block's input is used
-    un-normed (Eagle's first layer).
+    un-normed (Eagle's first layer). `attention_input` replaces what feeds q, k and v, at whatever
+    width the layer's are (Eagle-3's first layer).
     """
     residual = hidden if residual is None else hidden + residual
-    hidden = residual
+    hidden = residual if attention_input is None else attention_input
     if layer.input_norm is not None:
         hidden = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
     num_rotated = config.num_heads + config.num_kv_heads

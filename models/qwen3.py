@@ -68,12 +68,14 @@ def qwen3_layer(
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
+    attention_input: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One pre-norm block over [..., H]; the block's output is hidden + residual.
 
-    `residual` is None before the first block.
+    `residual` is None before the first block. `attention_input` replaces what feeds q, k and v, at
+    whatever width the layer's are (Eagle-3's first layer, which has no `input_norm`).
     """
-    return qwen3_block(layer, config, hidden, residual, rotation, attention, mlp)
+    return qwen3_block(layer, config, hidden, residual, rotation, attention, mlp, attention_input)
 
 
 def qwen3_block(
@@ -84,10 +86,11 @@ def qwen3_block(
     rotation: Rotary,
     attention: AttentionFn,
     feed_forward: Callable[[Any, Tensor], Tensor],
+    attention_input: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`qwen3_layer` with the feed-forward part as an argument: (layer.mlp, [..., H]) -> [..., H]"""
     residual = hidden if residual is None else hidden + residual
-    hidden = residual
+    hidden = residual if attention_input is None else attention_input
     if layer.input_norm is not None:
         hidden = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
     heads, kv_heads = config.num_heads, config.num_kv_heads
