@@ -18,11 +18,15 @@ from specdec.models.checkpoint import (
     read_config,
     resolve_path,
 )
+from specdec.models.deepseek import deepseek_target
+from specdec.models.deepseek_checkpoint import deepseek_config, load_deepseek_params
 from specdec.models.eagle_checkpoint import read_eagle, read_target_rows
 from specdec.models.llama import llama_target
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
 from specdec.models.qwen3 import qwen3_target
 from specdec.models.qwen3_checkpoint import load_qwen3_params, qwen3_config
+from specdec.models.qwen3_moe import qwen3_moe_target
+from specdec.models.qwen3_moe_checkpoint import load_qwen3_moe_params, qwen3_moe_config
 from specdec.models.tokenizer import real_vocab_size
 
 __all__ = [
@@ -49,6 +53,12 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", llama_config, load_llama_params, llama_target),
     "qwen3": Family("Qwen3ForCausalLM", qwen3_config, load_qwen3_params, qwen3_target),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qwen3_moe_config, load_qwen3_moe_params, qwen3_moe_target
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", deepseek_config, load_deepseek_params, deepseek_target
+    ),
 }
 
 

@@ -15,6 +15,7 @@ device alone, never by a value on the device (measured on an H200, torch 2.11):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -162,6 +163,11 @@ def experts_layout(
             shape=(num_experts, hidden, inner),
         ),
     )
+
+
+def has_fused_experts(names: Iterable[str]) -> bool:
+    """Whether a checkpoint's tensor names are of transformers' own experts layout."""
+    return any(name.endswith("mlp.experts.gate_up_proj") for name in names)
 
 
 def _form(experts: Experts, routing: Routing) -> str:
