@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+from specdec.models.fp8 import dequantised
 from specdec.models.gguf import gguf_tensors, read_gguf_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -81,9 +82,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = _weights_file(resolve_path(path))
     if file.suffix == ".gguf":
         return read_gguf_config(file)
+    if not file.with_name("config.json").exists():
+        raise CheckpointError(f"{file.parent} has no config.json")
+    return _settings(file)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """config.json beside a file; {} where there is none."""
     config = file.with_name("config.json")
     if not config.exists():
-        raise CheckpointError(f"{file.parent} has no config.json")
+        return {}
     try:
         return json.loads(config.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -91,12 +99,15 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The tensors of a folder or file under Hugging Face names, none of them read yet."""
+    """The tensors of a folder or file under Hugging Face names, none of them read yet.
+
+    Quantised ones (GGUF; block-scaled fp8 with its `weight_scale_inv`) are dequantised when read.
+    """
     file = _weights_file(resolve_path(path))
     if file.suffix == ".gguf":
         return Checkpoint(file, gguf_tensors(file))
     if file.name != INDEX:
-        return Checkpoint(file, safetensors_file(file))
+        return Checkpoint(file, dequantised(safetensors_file(file), file, _settings(file)))
     weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
     shards: dict[str, Any] = {}
     for shard in sorted(set(weight_map.values())):
@@ -106,7 +117,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     absent = sorted(set(weight_map) - set(shards))
     if absent:
         raise CheckpointError(f"{file.parent}: no shard holds {_listed(absent)}")
-    return Checkpoint(file, {name: shards[name] for name in weight_map})
+    tensors = {name: shards[name] for name in weight_map}
+    return Checkpoint(file, dequantised(tensors, file, _settings(file)))
 
 
 def safetensors_file(file: Path) -> dict[str, tuple[Shape, Callable[[], Tensor]]]:

@@ -1,0 +1,83 @@
+"""Block-scaled fp8 weights, dequantised as they are read (arXiv 2412.19437, section 3.3.2).
+
+`X.weight` in fp8 has `X.weight_scale_inv` beside it: one fp32 factor for each block of 128 x 128
+weights, blocks at the right and lower edge cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import CheckpointError
+
+SCALE = "_scale_inv"
+BLOCK = (128, 128)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Shape = tuple[int, ...]
+Readers = Mapping[str, tuple[Shape, Callable[[], Tensor]]]  # name -> (shape, read)
+
+
+def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
+    """weight [..., O, I] times the factor of each block, in fp32.
+
+    Args:
+        scale: [..., ceil(O / block[0]), ceil(I / block[1])].
+    """
+    rows, columns = block
+    out = weight.float()
+    factors = scale.float().repeat_interleave(columns, dim=-1)[..., : out.shape[-1]]
+    for index in range(factors.shape[-2]):
+        out[..., index * rows : (index + 1) * rows, :] *= factors[..., index : index + 1, :]
+    return out
+
+
+def dequantised(tensors: Readers, where: Path, settings: Mapping[str, Any]) -> Readers:
+    """The tensors of a checkpoint with scaled weights read in fp32 and their scales left out.
+
+    A checkpoint without scales is returned as it is.
+
+    Args:
+        settings: config.json; its `quantization_config.weight_block_size` is the block.
+
+    Raises:
+        CheckpointError: here for a scale that fits no weight, on reading for a weight in fp8
+            without a scale.
+    """
+    quantised = settings.get("quantization_config") or {}
+    scales = [name for name in tensors if name.endswith(SCALE)]
+    if not scales and quantised.get("quant_method") != "fp8":
+        return tensors
+    block = tuple(quantised.get("weight_block_size") or BLOCK)
+    weights = {name.removesuffix(SCALE): name for name in scales}
+    for name, scale in weights.items():
+        if name not in tensors:
+            raise CheckpointError(f"{where} has {scale} without {name}")
+        shape = tensors[name][0]
+        blocks = tuple(-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
+        if tensors[scale][0] != (*shape[:-2], *blocks):
+            raise CheckpointError(
+                f"{where}: {scale} is {list(tensors[scale][0])}; {name} of {list(shape)} in "
+                f"blocks of {block[0]} x {block[1]} means {[*shape[:-2], *blocks]}"
+            )
+
+    def reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if name in weights:
+            return lambda: dequantise(read(), tensors[weights[name]][1](), block)
+        return lambda: _plain(read(), name, where)
+
+    return {
+        name: (shape, reader(name, read))
+        for name, (shape, read) in tensors.items()
+        if not name.endswith(SCALE)
+    }
+
+
+def _plain(tensor: Tensor, name: str, where: Path) -> Tensor:
+    if tensor.dtype in FLOAT8:
+        raise CheckpointError(f"{where}: {name} is in {tensor.dtype} without its {name}{SCALE}")
+    return tensor
