@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -123,9 +123,17 @@ def layer_tensors(layer: LlamaLayer, parts: Parts) -> dict[str, Tensor]:
 
 
 def load_llama_params(
-    checkpoint: Checkpoint, config: LlamaConfig, device: torch.device | str, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    config: LlamaConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    prepare: Callable[[LlamaLayer], LlamaLayer] = lambda layer: layer,
 ) -> LlamaParams:
-    """Every parameter of a Llama model; raises CheckpointError as `load_target`."""
+    """Every parameter of a Llama model; raises CheckpointError as `load_target`.
+
+    `prepare` is applied to each layer before the next is read (`pack_layer`), so that plain and
+    packed matrices of the whole model never exist together.
+    """
     table = (config.vocab_size, config.hidden_size)
     top = {"embed": {"model.embed_tokens.weight": table}}
     top["norm"] = {"model.norm.weight": (config.hidden_size,)}
@@ -137,7 +145,7 @@ def load_llama_params(
     read = {field: read_part(checkpoint, parts, device, dtype) for field, parts in top.items()}
     return LlamaParams(
         embed=read["embed"],
-        layers=tuple(read_layer(checkpoint, parts, device, dtype) for parts in stack),
+        layers=tuple(prepare(read_layer(checkpoint, parts, device, dtype)) for parts in stack),
         norm=read["norm"],
         lm_head=read.get("lm_head", read["embed"]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,14 @@ from specdec.models.checkpoint import (
 from specdec.models.deepseek import deepseek_target
 from specdec.models.deepseek_checkpoint import deepseek_config, load_deepseek_params
 from specdec.models.eagle_checkpoint import read_eagle, read_target_rows
-from specdec.models.llama import llama_target
+from specdec.models.llama import llama_target, pack_layer
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
 from specdec.models.qwen3 import qwen3_target
 from specdec.models.qwen3_checkpoint import load_qwen3_params, qwen3_config
 from specdec.models.qwen3_moe import qwen3_moe_target
 from specdec.models.qwen3_moe_checkpoint import load_qwen3_moe_params, qwen3_moe_config
+from specdec.models.qwen3_next import qwen3_next_target
+from specdec.models.qwen3_next_checkpoint import load_qwen3_next_params, qwen3_next_config
 from specdec.models.tokenizer import real_vocab_size
 
 __all__ = [
@@ -46,18 +49,35 @@ class Family(NamedTuple):
 
     architecture: str
     config: Callable[[Mapping[str, Any]], Any]
-    params: Callable[[Checkpoint, Any, torch.device | str, torch.dtype], Any]
+    params: Callable[[Checkpoint, Any, torch.device | str, torch.dtype], Any]  # layers packed
     target: Callable[[Any, Any, int | None], Target]
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", llama_config, load_llama_params, llama_target),
+    "llama": Family(
+        "LlamaForCausalLM",
+        llama_config,
+        partial(load_llama_params, prepare=pack_layer),
+        llama_target,
+    ),
     "qwen3": Family("Qwen3ForCausalLM", qwen3_config, load_qwen3_params, qwen3_target),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", qwen3_moe_config, load_qwen3_moe_params, qwen3_moe_target
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", deepseek_config, load_deepseek_params, deepseek_target
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", qwen3_next_config, load_qwen3_next_params, qwen3_next_target
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5ForConditionalGeneration",
+        qwen3_next_config,
+        load_qwen3_next_params,
+        qwen3_next_target,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", qwen3_next_config, load_qwen3_next_params, qwen3_next_target
     ),
 }
 
@@ -101,6 +121,11 @@ def build_target(
 ) -> Target:
     """`load_target` from an open checkpoint and the settings of its config.json."""
     known = FAMILIES[family_of(settings, family, checkpoint.path)]
+    method = (settings.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, "fp8"):
+        raise CheckpointError(
+            f"{checkpoint.path}: quant_method={method!r} is not supported; known: 'fp8' in blocks"
+        )
     config = known.config(settings)
     params = known.params(checkpoint, config, device, as_dtype(dtype))
     return known.target(params, config, min(vocab_size or config.vocab_size, config.vocab_size))
