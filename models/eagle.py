@@ -1,61 +1,90 @@
-"""Draft heads on Llama blocks: embed, (norm), fuse, block(s), logits, as a row of `HeadAxes` says.
+"""Draft heads: embed, (norm), fuse, block(s), logits, as a row of `HeadAxes` says.
 
 The defaults of the row are Eagle for Llama (arXiv 2401.15077, in the layout of
 yuhuili/EAGLE-LLaMA3.1-Instruct-8B): fc(cat(embed, hidden)), a block without an input norm, no final
-norm, and its output both as the logits' input and as the next step's hidden.
+norm, and its output both as the logits' input and as the next step's hidden. Eagle-3 and the
+multi-token prediction heads are other rows of the same moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.paged_attention.reference import fold_groups
 from specdec.models import layers
-from specdec.models.axes import EAGLE_LLAMA, HeadAxes
-from specdec.models.batch import Batch, Cache, Draft, DraftOutput, Target, VocabMap
-from specdec.models.layers import linear, rms_norm
-from specdec.models.llama import LlamaConfig, LlamaLayer, llama_layer, new_cache, pack_layer
+from specdec.models.axes import HeadAxes
+from specdec.models.batch import (
+    Batch,
+    CacheShape,
+    Draft,
+    DraftOutput,
+    HeadCache,
+    Target,
+    TargetOutput,
+    VocabMap,
+)
+from specdec.models.blocks import BLOCKS
+from specdec.models.head import EagleConfig, EagleHead, init_head, owned
+from specdec.models.layers import linear
 from specdec.models.rope import inv_freq
 
-HeadAttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+__all__ = [
+    "EagleConfig",
+    "EagleHead",
+    "combine_aux",
+    "eagle_block",
+    "eagle_draft",
+    "fuse",
+    "init_head",
+    "layer_indices",
+    "make_vocab_map",
+]
+
+HeadAttentionFn = Callable[..., Tensor]
 # (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D], layer) -> [..., Hq, D]
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    block: LlamaConfig  # vocab_size is the embedding's
-    axes: HeadAxes = EAGLE_LLAMA
-
-
-class EagleHead(NamedTuple):
-    """The head's own parameters: all that is trained and exported besides an own vocabulary."""
-
-    fc: Tensor  # [H, 2 H]
-    fc_bias: Tensor | None
-    embed_norm: Tensor | None  # [H], with fusion norm_cat
-    hidden_norm: Tensor | None  # [H], with fusion norm_cat
-    layers: tuple[LlamaLayer, ...]
-    norm: Tensor | None  # [H], with final_norm
+def combine_aux(head: EagleHead, config: EagleConfig, aux: Sequence[Tensor]) -> Tensor:
+    """Eagle-3's features: fc(cat(streams)) of A auxiliary streams [..., H_target] -> [..., H]."""
+    axes, eps = config.axes, config.block.rms_norm_eps
+    norm = BLOCKS[axes.block].norm
+    if axes.aux_norm == "each":
+        aux = [norm(stream, weight, eps) for stream, weight in zip(aux, head.aux_norm, strict=True)]
+    joined = torch.cat(tuple(aux), dim=-1)
+    if axes.aux_norm == "joint":
+        joined = norm(joined, head.aux_norm, eps)
+    return linear(joined, head.aux_fc)
 
 
 def fuse(
-    head: EagleHead, config: EagleConfig, embeds: Tensor, hidden: Tensor, positions: Tensor
+    head: EagleHead,
+    config: EagleConfig,
+    embeds: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    layer: int = 0,
 ) -> Tensor:
-    """[..., H] next-token embeddings and [..., H] hidden states to the block's input [..., H]."""
+    """[..., H] next-token embeddings and [..., H] hidden states to the first block's input.
+
+    That is [..., H], or with fusion wide [..., 2 H] for its q, k and v. `layer` picks the
+    parameters where each layer has its own.
+    """
     axes, eps = config.axes, config.block.rms_norm_eps
     if axes.position0_embedding == "zeroed":
         embeds = embeds.masked_fill((positions == 0).unsqueeze(-1), 0)
-    if axes.fusion == "norm_cat":
-        embeds = rms_norm(embeds, head.embed_norm, eps)
-        hidden = rms_norm(hidden, head.hidden_norm, eps)
-    return linear(torch.cat((embeds, hidden), dim=-1), head.fc, head.fc_bias)
+    if axes.fusion != "cat":
+        norm = BLOCKS[axes.block].norm
+        embeds = norm(embeds, owned(head.embed_norm, layer), eps)
+        hidden = norm(hidden, owned(head.hidden_norm, layer), eps)
+    joined = torch.cat((embeds, hidden), dim=-1)
+    if axes.fusion == "wide":
+        return joined
+    return linear(joined, owned(head.fc, layer), owned(head.fc_bias, layer))
 
 
 def eagle_block(
@@ -72,22 +101,34 @@ def eagle_block(
 
     Args:
         embeds: [..., H] embedding of token p + 1 at the row of position p.
-        hidden: [..., H] the target's hidden of position p, or what the last pass recycled.
+        hidden: [..., H] the target's features of position p, or what the last pass recycled.
         positions: [...] p, not shifted.
         attention_fn: sees rotated queries and keys; the layer index picks a cache.
         step: draft step, which picks the layer when the depth rule is "cycle".
         freq: rotary frequencies [D / 2], if the caller keeps them.
     """
     block, axes = config.block, config.axes
+    family = BLOCKS[axes.block]
     if freq is None:
-        freq = inv_freq(block.rope, block.head_dim, hidden.device)
-    x, residual = fuse(head, config, embeds, hidden, positions), None
+        freq = inv_freq(block.rope, block.rotary_dim, hidden.device)
+    indices = layer_indices(axes, len(head.layers), step)
+    first = indices[0]
+    fused = fuse(head, config, embeds, hidden, positions, first)
+    x, residual, wide = fused, None, {}
+    if axes.fusion == "wide":
+        x, wide = hidden, {"attention_input": fused}
+        if axes.residual == "normed":
+            x = fused[..., hidden.shape[-1] :]
     rotation = layers.rotary(freq, positions, x.dtype, block.rope.attention_factor)
-    for index in layer_indices(axes, len(head.layers), step):
+    for index in indices:
         attention = partial(_at_layer, attention_fn, index)
-        x, residual = llama_layer(head.layers[index], block, x, residual, rotation, attention)
-    out = x + residual
-    normed = rms_norm(out, head.norm, block.rms_norm_eps) if axes.final_norm else out
+        x, residual = family.block.layer(
+            head.layers[index], block, x, residual, rotation, attention, **wide
+        )
+        wide = {}
+    out = normed = x + residual
+    if axes.final_norm:
+        normed = family.norm(out, owned(head.norm, first), block.rms_norm_eps)
     recycle = {"pre_norm": out, "post_norm": normed, "pinned": hidden}[axes.recycle]
     return DraftOutput(for_logits=normed, recycle=recycle)
 
@@ -107,26 +148,16 @@ def forward(
     input_ids: Tensor,
     hidden: Tensor,
     batch: Batch,
-    cache: Cache,
+    cache: HeadCache,
     step: int,
 ) -> DraftOutput:
     """`eagle_block` over a paged batch; `input_ids` [T] are target ids, shifted by one."""
-    block = config.block
-    groups = fold_groups(
-        batch.groups, input_ids.shape[0], block.num_heads, block.num_kv_heads, hidden.dtype
-    )
+    block = BLOCKS[config.axes.block].block
+    attentions = block.attentions(config.block, batch, cache, hidden.dtype)
 
-    def attention_fn(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-        return layers.attend(
-            query,
-            key,
-            value,
-            slot_mapping=batch.slot_mapping,
-            groups=groups,
-            key_cache=cache.keys[layer],
-            value_cache=cache.values[layer],
-            scale=block.attention_scale,
-        )
+    def attention_fn(*args: Any) -> Tensor:
+        *inputs, layer = args
+        return attentions[layer](*inputs)
 
     embeds = F.embedding(input_ids, embed)
     return eagle_block(head, config, embeds, hidden, batch.positions, attention_fn, step, freq)
@@ -162,11 +193,9 @@ def eagle_draft(
     else:
         vocab_size = min(vocab_size, lm_head.shape[0])
         project = partial(_project, layers.pack(lm_head))
-    packed = head._replace(
-        fc=layers.pack(head.fc), layers=tuple(pack_layer(layer) for layer in head.layers)
-    )
-    block = config.block
-    freq = inv_freq(block.rope, block.head_dim, embed.device)
+    packed = pack_head(head, config)
+    block, axes = config.block, config.axes
+    freq = inv_freq(block.rope, block.rotary_dim, embed.device)
 
     def logits(hidden: Tensor, step: int = 0) -> Tensor:
         return project(hidden)
@@ -174,13 +203,45 @@ def eagle_draft(
     return Draft(
         config=config,
         params=packed,
-        features=_last_hidden,
+        features=torch.no_grad()(partial(features, packed, config)),
         forward=torch.no_grad()(partial(forward, packed, config, embed, freq)),
         logits=torch.no_grad()(logits),
-        new_cache=partial(new_cache, block, len(head.layers), embed.device, embed.dtype),
+        new_cache=partial(new_cache, config, embed.device, embed.dtype),
         vocab_size=vocab_size,
         vocab_map=vocab_map,
         max_position=block.max_position,
+        aux_layers=config.aux_layers,
+        num_depths=len(head.layers) if axes.depth_rule == "cycle" else 1,
+    )
+
+
+def features(head: EagleHead, config: EagleConfig, out: TargetOutput) -> Tensor:
+    """[T, H] hidden states for the first draft step."""
+    if config.axes.input_features == "last_hidden":
+        return out.hidden
+    return combine_aux(head, config, out.aux)
+
+
+def new_cache(
+    config: EagleConfig, device: torch.device, dtype: torch.dtype, shape: CacheShape
+) -> HeadCache:
+    """Zeroed pages of each layer, and the hidden states that layers taking turns hand on."""
+    count, block = config.block.num_layers, BLOCKS[config.axes.block].block
+    pages = block.new_cache(config.block, count, device, dtype, shape)
+    depths = count if config.axes.depth_rule == "cycle" else 1
+    carry = torch.zeros(
+        depths - 1, shape.num_slots, config.block.hidden_size, device=device, dtype=dtype
+    )
+    return HeadCache(pages.keys, pages.values, carry)
+
+
+def pack_head(head: EagleHead, config: EagleConfig) -> EagleHead:
+    """The head with its matrices packed for the CPU."""
+    block = BLOCKS[config.axes.block].block
+    return head._replace(
+        fc=layers.map_tree(layers.pack, head.fc),
+        aux_fc=layers.map_tree(layers.pack, head.aux_fc),
+        layers=tuple(block.pack(layer) for layer in head.layers),
     )
 
 
@@ -191,64 +252,9 @@ def make_vocab_map(d2t: Tensor, num_target_ids: int) -> VocabMap:
     return VocabMap(d2t=d2t, t2d=t2d)
 
 
-def init_head(
-    block: LlamaConfig,
-    axes: HeadAxes = EAGLE_LLAMA,
-    *,
-    seed: int = 0,
-    std: float = 0.02,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> EagleHead:
-    """A head to train, `block.num_layers` deep, whose first logits are the target's own head's.
-
-    fc = [0 | I] passes the hidden state on, and zero output projections make the block add nothing.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    hidden, heads = block.hidden_size, block.num_heads * block.head_dim
-    inner, kv = block.intermediate_size, block.num_kv_heads * block.head_dim
-    factory = {"device": device, "dtype": dtype}
-
-    def normal(rows: int) -> Tensor:
-        return (torch.randn(rows, hidden, generator=generator) * std).to(**factory)
-
-    def ones(wanted: bool = True) -> Tensor | None:
-        return torch.ones(hidden, **factory) if wanted else None
-
-    def bias(wanted: bool, rows: int) -> Tensor | None:
-        return torch.zeros(rows, **factory) if wanted else None
-
-    def layer(index: int) -> LlamaLayer:
-        return LlamaLayer(
-            input_norm=ones(index > 0 or axes.first_input_norm),
-            qkv=normal(heads + 2 * kv),
-            qkv_bias=bias(block.attention_bias, heads + 2 * kv),
-            out=torch.zeros(hidden, heads, **factory),
-            out_bias=bias(block.attention_bias, hidden),
-            post_norm=ones(),
-            gate_up=normal(2 * inner),
-            gate_up_bias=bias(block.mlp_bias, 2 * inner),
-            down=torch.zeros(hidden, inner, **factory),
-            down_bias=bias(block.mlp_bias, hidden),
-        )
-
-    return EagleHead(
-        fc=torch.cat((torch.zeros(hidden, hidden), torch.eye(hidden)), dim=1).to(**factory),
-        fc_bias=None,
-        embed_norm=ones(axes.fusion == "norm_cat"),
-        hidden_norm=ones(axes.fusion == "norm_cat"),
-        layers=tuple(layer(index) for index in range(block.num_layers)),
-        norm=ones(axes.final_norm),
-    )
-
-
-def _last_hidden(out):
-    return out.hidden
-
-
 def _project(weight: Tensor, hidden: Tensor) -> Tensor:
     return linear(hidden, weight)
 
 
-def _at_layer(attention_fn: HeadAttentionFn, layer: int, query, key, value) -> Tensor:
-    return attention_fn(query, key, value, layer)
+def _at_layer(attention_fn: HeadAttentionFn, layer: int, *inputs: Tensor) -> Tensor:
+    return attention_fn(*inputs, layer)
