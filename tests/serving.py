@@ -6,6 +6,7 @@ import threading
 import time
 from typing import NamedTuple
 
+import httpx
 import openai
 import torch
 import uvicorn
@@ -23,6 +24,7 @@ from specdec.verify import traits_of
 END, USER, ASSISTANT = 256, 257, 258
 VOCAB_SIZE = 259
 MODEL = "tiny"
+HTTP = httpx.Client(verify=False, timeout=60)  # loading certificates takes longer than a request
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('no role ' + m.role) }}{% endif %}"

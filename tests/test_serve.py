@@ -3,12 +3,11 @@
 import asyncio
 import time
 
-import httpx
 import openai
 import pytest
 from drafters import adversary, mixed, oracle, scripted
 from running import tiny_engine
-from serving import END, MODEL, VOCAB_SIZE, scripted_target, serving, until
+from serving import END, HTTP, MODEL, VOCAB_SIZE, scripted_target, serving, until
 from tiny import tiny_draft, tiny_target
 
 from specdec.engine import Request, generate
@@ -73,13 +72,13 @@ def stream(server, **options):
 
 
 def post(server, path, json, **options):
-    return httpx.post(server.url + path, json=json, timeout=60, **options)
+    return HTTP.post(server.url + path, json=json, **options)
 
 
 def test_models_and_health(llama):
     (model,) = llama.client.models.list().data
     assert (model.id, model.root) == (MODEL, "folder/tiny")
-    assert httpx.get(llama.url + "/health").status_code == 200
+    assert HTTP.get(llama.url + "/health").status_code == 200
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}, {"seed": 5, "top_k": 20}])
@@ -305,7 +304,7 @@ def test_prometheus_metrics_agree_with_the_answers():
         assert server.value("num_requests_running") == 0
         assert server.value("num_requests_waiting") == 0
         assert server.value("kv_cache_usage_perc") == 0
-        page = httpx.get(server.url + "/metrics")
+        page = HTTP.get(server.url + "/metrics")
         assert page.headers["content-type"].startswith("text/plain")
         assert f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="{MODEL}"}}' in page.text
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from running import tiny_engine
-from serving import END, MODEL, VOCAB_SIZE, scripted_target, serving, until
+from serving import END, HTTP, MODEL, VOCAB_SIZE, scripted_target, serving, until
 from tiny_chat import write_chat_model
 
 from specdec.serving import app as app_module
@@ -55,7 +55,7 @@ def post(server, path="/v1/completions", headers=None, content=None, **fields):
     body = {"model": MODEL, "prompt": PROMPT} if path == "/v1/completions" else {"model": MODEL}
     content = json.dumps(body | fields) if content is None else content
     headers = {"content-type": "application/json"} | (headers or {})
-    return httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+    return HTTP.post(server.url + path, content=content, headers=headers)
 
 
 def error_of(response, status):
@@ -153,8 +153,8 @@ def test_unknown_models_and_paths(server):
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):
         server.client.completions.create(model="other", prompt="a")
-    error_of(httpx.get(server.url + "/v1/nothing"), 404)
-    error_of(httpx.get(server.url + "/v1/completions"), 405)
+    error_of(HTTP.get(server.url + "/v1/nothing"), 404)
+    error_of(HTTP.get(server.url + "/v1/completions"), 405)
 
 
 def test_an_abandoned_stream_frees_its_blocks(slow_server):
@@ -256,7 +256,7 @@ def test_a_failed_step_ends_its_requests_only():
         faults.append(3)
         with pytest.raises(openai.APIError):
             list(server.client.completions.create(model=MODEL, prompt=PROMPT, stream=True))
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert HTTP.get(server.url + "/health").status_code == 200
         assert server.value("request_success_total", finished_reason="error") == 3
 
 
@@ -311,10 +311,10 @@ def test_every_path_but_health_asks_for_the_key():
         wrong += [{"authorization": f"Bearer {KEY}x"}, {"authorization": b"Bearer \xff"}]
         for method, path in routes:
             for headers in wrong:
-                response = httpx.request(method, server.url + path, headers=headers)
+                response = HTTP.request(method, server.url + path, headers=headers)
                 assert error_of(response, 401)["code"] == "invalid_api_key"
                 assert KEY not in response.text
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert HTTP.get(server.url + "/health").status_code == 200
         assert server.client.models.list().data[0].id == MODEL
         assert post(server, headers={"authorization": f"Bearer {KEY}"}).status_code == 200
         with pytest.raises(openai.AuthenticationError):
@@ -330,7 +330,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
     monkeypatch.setattr(app_module.hmac, "compare_digest", compare)
     with serving(speaker(), api_key="k") as server:
-        httpx.get(server.url + "/v1/models", headers={"authorization": "Bearer j"})
+        HTTP.get(server.url + "/v1/models", headers={"authorization": "Bearer j"})
     assert compared == [(b"Bearer j", b"Bearer k")]
 
 
@@ -383,7 +383,7 @@ def test_serve_drains_on_sigterm(tmp_path):
         rest, _ = process.communicate(timeout=30)
         assert process.returncode == 0, rest
         with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/models")
+            HTTP.get(url + "/models")
         said = "".join(lines) + rest
         logs = [
             path.read_text() for path in tmp_path.rglob("*") if path.suffix in (".log", ".yaml")
@@ -400,7 +400,7 @@ def test_serve_refuses_what_cannot_run(server):
     runs = [
         (serve(f"port={port}"), f"127.0.0.1:{port}"),
         (serve("api_key="), "api_key is empty"),
-        (serve("+propose.num_draft_tokns=3"), "num_draft_tokns"),
+        (serve("+prot=9"), "did you mean 'port'"),
     ]
     for process, reason in runs:
         said, _ = process.communicate(timeout=60)

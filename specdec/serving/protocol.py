@@ -91,7 +91,7 @@ class SamplingBody(BaseModel):
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: list[str | list[int]]  # as the validator leaves it
 
     @field_validator("prompt", mode="before")
     @classmethod
