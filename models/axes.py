@@ -55,6 +55,8 @@ NEEDS: tuple[tuple[str, Any, str, Any], ...] = (
     ("aux_norm", "each", "input_features", "aux"),
 )  # an axis at a value needs another axis at a value
 
+WIDE_BLOCKS = ("llama", "qwen3")  # whose attention takes an input of another width
+
 EAGLE_LLAMA = HeadAxes()
 EAGLE_QWEN3 = HeadAxes(
     block="qwen3",
@@ -163,4 +165,7 @@ def head_axes(values: Mapping[str, Any], base: HeadAxes = EAGLE_LLAMA) -> HeadAx
         if getattr(axes, name) == value and getattr(axes, other) != needed:
             wanted = str(needed).lower() if isinstance(needed, bool) else needed
             raise ConfigError(f"head axis {name}={value!r} needs {other}={wanted}")
+    if axes.fusion == "wide" and axes.block not in WIDE_BLOCKS:
+        options = " or ".join(WIDE_BLOCKS)
+        raise ConfigError(f"head axis fusion='wide' needs block={options}, not {axes.block}")
     return axes

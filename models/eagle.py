@@ -52,7 +52,7 @@ HeadAttentionFn = Callable[..., Tensor]
 def combine_aux(head: EagleHead, config: EagleConfig, aux: Sequence[Tensor]) -> Tensor:
     """Eagle-3's features: fc(cat(streams)) of A auxiliary streams [..., H_target] -> [..., H]."""
     axes, eps = config.axes, config.block.rms_norm_eps
-    norm = BLOCKS[axes.block].norm
+    norm = BLOCKS[axes.block].block.norm
     if axes.aux_norm == "each":
         aux = [norm(stream, weight, eps) for stream, weight in zip(aux, head.aux_norm, strict=True)]
     joined = torch.cat(tuple(aux), dim=-1)
@@ -78,7 +78,7 @@ def fuse(
     if axes.position0_embedding == "zeroed":
         embeds = embeds.masked_fill((positions == 0).unsqueeze(-1), 0)
     if axes.fusion != "cat":
-        norm = BLOCKS[axes.block].norm
+        norm = BLOCKS[axes.block].block.norm
         embeds = norm(embeds, owned(head.embed_norm, layer), eps)
         hidden = norm(hidden, owned(head.hidden_norm, layer), eps)
     joined = torch.cat((embeds, hidden), dim=-1)
@@ -108,7 +108,7 @@ def eagle_block(
         freq: rotary frequencies [D / 2], if the caller keeps them.
     """
     block, axes = config.block, config.axes
-    family = BLOCKS[axes.block]
+    family = BLOCKS[axes.block].block
     if freq is None:
         freq = inv_freq(block.rope, block.rotary_dim, hidden.device)
     indices = layer_indices(axes, len(head.layers), step)
@@ -122,7 +122,7 @@ def eagle_block(
     rotation = layers.rotary(freq, positions, x.dtype, block.rope.attention_factor)
     for index in indices:
         attention = partial(_at_layer, attention_fn, index)
-        x, residual = family.block.layer(
+        x, residual = family.layer(
             head.layers[index], block, x, residual, rotation, attention, **wide
         )
         wide = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.axes import EAGLE_LLAMA, FAMILIES, HeadAxes, HeadNames
-from specdec.models.blocks import BLOCKS
+from specdec.models.blocks import BLOCKS, Place
 from specdec.models.parts import Part, map_parts, part
 
 ZEROED = ("o_proj.weight", "down_proj.weight", "down_proj", "bias")  # a fresh block adds nothing
@@ -46,7 +46,9 @@ def owned(field: Any, layer: int) -> Any:
     return field[layer] if isinstance(field, tuple) else field
 
 
-def head_layout(config: EagleConfig, fc_bias: bool = False) -> EagleHead:
+def head_layout(
+    config: EagleConfig, *, fc_bias: bool = False, fused_experts: bool = False
+) -> EagleHead:
     """Where a checkpoint has a head's parameters: a tree of parts."""
     axes, block, names = config.axes, config.block, FAMILIES[config.family].names
     hidden, wide = block.hidden_size, config.axes.fusion == "wide"
@@ -67,7 +69,9 @@ def head_layout(config: EagleConfig, fc_bias: bool = False) -> EagleHead:
         fc_bias=own(f"{names.fc}.bias", hidden) if fc_bias and not wide else None,
         embed_norm=own(f"{names.embed_norm}.weight", hidden) if normed else None,
         hidden_norm=own(f"{names.hidden_norm}.weight", hidden) if normed else None,
-        layers=tuple(_layer_layout(config, names, i) for i in range(block.num_layers)),
+        layers=tuple(
+            _layer_layout(config, names, i, fused_experts) for i in range(block.num_layers)
+        ),
         norm=own(f"{names.norm}.weight", hidden) if axes.final_norm else None,
         aux_fc=part(f"{names.aux_fc}.weight", hidden, aux_width) if aux else None,
         aux_norm=_aux_norm_layout(config, names),
@@ -125,13 +129,14 @@ def init_head(
     return head
 
 
-def _layer_layout(config: EagleConfig, names: HeadNames, index: int) -> Any:
+def _layer_layout(config: EagleConfig, names: HeadNames, index: int, fused_experts: bool) -> Any:
     axes, block = config.axes, config.block
     number = config.first_layer + index
     prefix = names.layer.format(i=index, n=number)
     wide = axes.fusion == "wide" and index == 0
     input_norm = not wide and (index > 0 or axes.first_input_norm)
-    layout = BLOCKS[axes.block].layout(block, prefix, number, input_norm)
+    place = Place(prefix, number, input_norm, fused_experts)
+    layout = BLOCKS[axes.block].layout(block, place)
     if not wide:
         return layout
     widened = {name: (rows, 2 * columns) for name, (rows, columns) in layout.qkv.names.items()}
