@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "tokenizer.model")
 EOS_KEYS = ("eos_token_id", "eot_token_id")
 
 
@@ -68,10 +69,48 @@ def real_vocab_size(path: str | Path) -> int | None:
     file = (where if where.is_dir() else where.parent) / "tokenizer.json"
     if where.suffix == ".gguf" or not file.exists():
         return None
+    return 1 + max(_tokenizer_json(file), default=-1)
+
+
+def token_strings(path: str | Path) -> dict[int, str] | None:
+    """Every token of a checkpoint's own tokenizer by its id; None when it brings no tokenizer."""
+    where = resolve_path(path)
+    gguf = _gguf_file(where)
+    if gguf is not None:
+        return dict(enumerate(metadata(gguf).get("tokenizer.ggml.tokens") or ())) or None
+    folder = where if where.is_dir() else where.parent
+    if (folder / "tokenizer.json").exists():
+        return _tokenizer_json(folder / "tokenizer.json")
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        return {id_: token for token, id_ in load_tokenizer(folder).get_vocab().items()}
+    return None
+
+
+def check_same_tokenizer(target: str | Path, draft: str | Path) -> None:
+    """Refuses a draft whose own tokenizer gives an id another token than the target's does.
+
+    One may have more ids than the other: those past the target's are never drafted. A draft without
+    a tokenizer of its own takes the target's. Raises CheckpointError naming the first such id.
+    """
+    theirs, own = token_strings(target), token_strings(draft)
+    if theirs is None or own is None:
+        return
+    for id_ in sorted(theirs.keys() & own.keys()):
+        if theirs[id_] != own[id_]:
+            raise CheckpointError(
+                f"the draft {draft} has another tokenizer than the target {target}: id {id_} is "
+                f"{own[id_]!r} and {theirs[id_]!r}; use a draft made for this target"
+            )
+
+
+def _tokenizer_json(file: Path) -> dict[int, str]:
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocab = tokenizer["model"].get("vocab") or {}
-    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
-    return 1 + max(*ids, *(token["id"] for token in tokenizer.get("added_tokens", [])), -1)
+    if isinstance(vocab, dict):
+        tokens = {id_: token for token, id_ in vocab.items()}
+    else:  # Unigram: [token, score] in the order of ids
+        tokens = {id_: token for id_, (token, _) in enumerate(vocab)}
+    return tokens | {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
 
 
 def _gguf_file(path: Path) -> Path | None:

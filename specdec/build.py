@@ -17,7 +17,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, did_you_mean
 from specdec.models.batch import CacheShape, Draft, Target
 from specdec.models.load import load_draft, load_target
-from specdec.models.tokenizer import eos_token_ids, load_tokenizer
+from specdec.models.tokenizer import check_same_tokenizer, eos_token_ids, load_tokenizer
 from specdec.schedule import Limits
 from specdec.step import Stages
 from specdec.verify import traits_of
@@ -231,9 +231,9 @@ def _target(path: str, device: torch.device, dtype: torch.dtype, family: str | N
 def _draft(target_key: tuple, keywords: tuple[tuple[str, Any], ...]) -> Draft:
     _, device, dtype, _ = target_key
     options = dict(keywords)
-    return load_draft(
-        options.pop("path"), _target(*target_key), device=device, dtype=dtype, **options
-    )
+    path = options.pop("path")
+    check_same_tokenizer(target_key[0], path)
+    return load_draft(path, _target(*target_key), device=device, dtype=dtype, **options)
 
 
 @lru_cache(maxsize=2)
