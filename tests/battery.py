@@ -1,6 +1,6 @@
-"""Does a rule leave the target's distribution as it is? Checks that every rule takes, bare or through
-the engine: joint distributions over several rounds against exact enumeration, and a scalar
-re-statement of rejection sampling to compare token for token.
+"""Does a rule leave the target's distribution as it is? Checks for every rule, bare or through the
+engine: joint distributions over several rounds against exact enumeration, and a scalar restatement
+of rejection sampling to compare with token for token.
 
 Draws are seeded: a check either always passes or always fails.
 """
@@ -118,13 +118,12 @@ def decode(
     All requests start after id 0 with seeds of their own. `ragged` lets the number of drafts
     cycle over 0 .. K, by request and round; `placeholders` hides some drafts behind -1.
     """
-    num_drafts, vocab_size = chain.draft.shape[0], chain.target.shape[0]
+    num_drafts = chain.draft.shape[0]
     requests = torch.arange(num_requests)
     seeds = requests * 7919 + seed
     filters = sampling is not None and set(sampling) != {"temperature"}
-    per_request = {
-        k: v[:1].expand(num_requests) for k, v in (neutral(1) | (sampling or {})).items()
-    }
+    parameters = neutral(1) | (sampling or {})
+    per_request = {k: v.expand(num_requests) for k, v in parameters.items()}
     tokens = torch.zeros(num_requests, length + num_drafts + 1, dtype=torch.int64)
     filled = torch.zeros(num_requests, dtype=torch.int64)
     last = torch.zeros(num_requests, dtype=torch.int64)
@@ -158,6 +157,20 @@ def decode(
         # a request that is done decodes on past `length`, unseen
         rounds += 1
     return Decoded(tokens[:, :length], drafted, accepted)
+
+
+def mixed(num_rows, vocab_size, seed=0, dtype=torch.float32):
+    """Logits [num_rows, V] and parameters that take every branch of sampling in one batch."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(num_rows, vocab_size, generator=rng) * 3).to(dtype)
+    index = torch.arange(num_rows)
+    sampling = {
+        "temperature": torch.tensor([1.0, 0.0, 0.6, 1.7])[index % 4],
+        "top_k": torch.tensor([0, 0, 3, 5, 2])[index % 5],
+        "top_p": torch.tensor([1.0, 0.8, 0.95])[index % 3],
+        "min_p": torch.tensor([0.0, 0.0, 0.1])[index % 3],
+    }
+    return logits, sampling
 
 
 def verify_many(

@@ -1,4 +1,4 @@
-"""One step of each rule: any size, ragged and padded batches, placeholders, rows that are not finite."""
+"""One step of each rule: any size, ragged and padded batches, placeholders, invalid rows."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import battery
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from specdec.keys import Keys
 from specdec.sampling import sample_draft, target_probs
@@ -106,11 +107,8 @@ def test_rejection_equals_a_scalar_restatement(vocab_size, num_drafts, pad):
         n = len(wanted)
         assert out.token_ids[r].tolist() == wanted + [-1] * (num_drafts + 1 - n)
         assert out.rows[r, :n].tolist() == list(range(start, start + n))
-        assert (out.num_accepted[r], out.num_sampled[r], out.num_rejected[r]) == (
-            n - 1,
-            n,
-            k - n + 1,
-        )
+        counts = (out.num_accepted[r], out.num_sampled[r], out.num_rejected[r])
+        assert counts == (n - 1, n, k - n + 1)
     assert int(out.token_ids.max()) < vocab_size
 
 
@@ -201,6 +199,31 @@ def test_placeholder_in_the_middle(verify, with_q):
         assert abs(float((second == 2).float().mean()) - 1 / (1 + 0.36788)) < 0.03
 
 
+def test_draft_that_q_cannot_have_made_is_refused():
+    """CASES N4: q(x) = 0 divides nothing; x then comes from the residual like any other id."""
+    num_requests = 2000
+    draft_logits = torch.tensor([0.0, -torch.inf, 0.0]).expand(num_requests, -1)
+    keys = Keys(torch.arange(num_requests), torch.full((num_requests,), 3))
+    sample = sample_draft(
+        draft_logits,
+        **battery.neutral(num_requests),
+        vocab_size=3,
+        keys=keys,
+        offset=0,
+        mode="sample",
+    )
+    drafts = Drafts(
+        torch.ones(num_requests, 1, dtype=torch.int64),
+        torch.zeros(num_requests, 1, dtype=torch.bool),
+        torch.ones(num_requests, dtype=torch.int64),
+        battery.keep_q([sample]),
+    )
+    target = torch.tensor([0.2, 0.3, 0.5]).log().expand(2 * num_requests, -1)
+    out = rejection(battery.ragged_dist(target, drafts.num_drafts + 1), drafts, keys)
+    assert out.num_accepted.unique().tolist() == [0]
+    assert out.token_ids[:, 0].unique().tolist() == [1]  # the whole of max(p - q, 0)
+
+
 BAD_ROWS = {
     "nan": lambda row: row.fill_(torch.nan),
     "one-nan": lambda row: row[2:3].fill_(torch.nan),
@@ -214,8 +237,9 @@ BAD_ROWS = {
 @pytest.mark.parametrize("verify", RULES)
 def test_row_that_is_not_finite(verify, bad, temperature):
     """CASES N1: its request ends in INVALID_TOKEN_ID there; the neighbours are as without it."""
-    dist, drafts, keys, _, _ = step_case(64, 3, seed=4, num_requests=3)
-    drafts = replace(drafts, num_drafts=torch.tensor([3, 3, 0]))
+    _, drafts, keys, _, _ = step_case(64, 3, seed=4, num_requests=3)
+    ids = drafts.token_ids.clamp(min=0)
+    drafts = replace(drafts, token_ids=ids, num_drafts=torch.tensor([3, 3, 0]))
     logits = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
     counts = torch.tensor([4, 4, 1])
     scale = {"temperature": torch.full((9,), temperature)}
@@ -225,10 +249,8 @@ def test_row_that_is_not_finite(verify, bad, temperature):
         BAD_ROWS[bad](damaged[row])
         accepted = row - 4
         damaged[4:row] = -1e4
-        damaged[torch.arange(4, row), drafts.token_ids[1, :accepted].clamp(min=0)] = 0.0
-        certain = replace(drafts, token_ids=drafts.token_ids.clamp(min=0))
-        out = verify(battery.ragged_dist(damaged, counts, **scale), certain, keys)
-        clean = verify(battery.ragged_dist(logits, counts, **scale), certain, keys)
+        damaged[torch.arange(4, row), ids[1, :accepted]] = 0.0  # certain to be accepted
+        out = verify(battery.ragged_dist(damaged, counts, **scale), drafts, keys)
         assert out.token_ids[1, accepted] == INVALID_TOKEN_ID
         assert out.num_accepted[1] == accepted
         assert out.token_ids[1, accepted + 1 :].unique().tolist() in ([], [-1])
@@ -239,10 +261,9 @@ def test_row_that_is_not_finite(verify, bad, temperature):
 @pytest.mark.parametrize("verify", RULES)
 def test_step_without_logits_rows(verify):
     dist = battery.ragged_dist(torch.zeros(0, 7), torch.zeros(2, dtype=torch.int64))
-    drafts = Drafts(
-        torch.full((2, 3), -1), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2).long()
-    )
-    out = verify(dist, drafts, Keys(torch.zeros(2).long(), torch.zeros(2).long()))
+    zeros = torch.zeros(2, dtype=torch.int64)
+    drafts = Drafts(torch.full((2, 3), -1), torch.ones(2, 3, dtype=torch.bool), zeros)
+    out = verify(dist, drafts, Keys(zeros, zeros))
     assert out.token_ids.tolist() == [[-1] * 4] * 2
     assert out.num_sampled.tolist() == out.num_rejected.tolist() == [0, 0]
 
@@ -257,6 +278,41 @@ def test_all_greedy_flag_changes_nothing(verify):
     assert out.num_accepted[0] == 4
     assert equal(out, verify(flagged, drafts, keys))
     assert torch.equal(target_probs(dist), target_probs(flagged))
+
+
+@pytest.mark.parametrize("verify", [*RULES, partial(gumbel, noise="shared")])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "shared"])
+@pytest.mark.parametrize("filters", [False, True])
+def test_nothing_is_read_on_the_host(verify, mode, filters):
+    """Fake tensors hold no values: reading one, or a shape that depends on one, raises."""
+    with FakeTensorMode(), torch.device("cpu"):
+        num_requests, num_drafts, vocab_size = 3, 2, 1500
+        pending = torch.full((num_requests,), num_drafts)
+        keys = Keys(torch.arange(num_requests), pending + 7)
+        samples = [
+            sample_draft(
+                torch.randn(num_requests, vocab_size),
+                **battery.neutral(num_requests),
+                vocab_size=vocab_size - 1,
+                keys=keys,
+                offset=j,
+                mode=mode,
+                filters=filters,
+            )
+            for j in range(num_drafts)
+        ]
+        drafts = Drafts(
+            torch.stack([s.token_ids for s in samples], 1),
+            torch.stack([s.is_delta for s in samples], 1),
+            pending,
+            battery.keep_q(samples),
+        )
+        logits = torch.randn(num_requests * (num_drafts + 1), vocab_size)
+        dist = battery.ragged_dist(logits, pending + 1, vocab_size - 1, filters=filters)
+        out = verify(dist, drafts, keys)
+        assert out.token_ids.shape == (num_requests, num_drafts + 1)
+        with pytest.raises(DataDependentOutputException):
+            out.num_accepted.tolist()
 
 
 def test_traits_of_the_rules():
