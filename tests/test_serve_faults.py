@@ -1,7 +1,9 @@
 """The server under bad requests, vanished clients, failing steps, wrong keys and SIGTERM."""
 
+import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from serving import END, HTTP, MODEL, VOCAB_SIZE, scripted_target, serving, unti
 from tiny_chat import write_chat_model
 
 from specdec.serving import app as app_module
+from specdec.serving.responses import EventStream
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me"
@@ -188,8 +191,6 @@ def test_an_abandoned_answer_frees_its_blocks(slow_server):
 
 def test_a_client_that_does_not_read_is_let_go(slow_server):
     """Its stream waits for the reader, not for the engine, when the connection goes."""
-    import socket
-
     host, port = slow_server.url.removeprefix("http://").split(":")
     free = slow_server.num_free
     with socket.socket() as sock:
@@ -202,6 +203,33 @@ def test_a_client_that_does_not_read_is_let_go(slow_server):
         sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         until(lambda: slow_server.num_free < free)
     until(lambda: slow_server.num_free == free, seconds=2)
+
+
+def test_a_stream_that_waits_for_its_reader_is_closed():
+    """What it awaits when the client leaves is the socket, so nothing is raised inside it."""
+    closed = []
+
+    async def events():
+        try:
+            while True:
+                yield "data: {}"
+        finally:
+            closed.append(True)
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def run():
+        stream = events()
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+        await EventStream(stream)(scope, receive, send)
+        return list(closed)  # before the loop's own clean-up
+
+    assert asyncio.run(run()) == [True]
 
 
 def test_a_normal_end_aborts_nothing(server):
