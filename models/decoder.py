@@ -40,6 +40,7 @@ class Block(NamedTuple):
     new_cache: Callable[[Any, int, torch.device | str, torch.dtype, CacheShape], Cache]
     # (config, number of layers, device, dtype, shape) -> zeroed pages
     pack: Callable[[Any], Any]  # a layer with its matrices packed for the CPU
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # (x, weight, eps), of every norm
 
 
 class DecoderParams(NamedTuple):
@@ -67,7 +68,7 @@ def forward(
         for layer, attention in zip(params.layers, attentions, strict=True)
     ]
     hidden, aux = run_stack(blocks, hidden, capture)
-    return TargetOutput(rms_norm(hidden, params.norm, config.rms_norm_eps), aux)
+    return TargetOutput(block.norm(hidden, params.norm, config.rms_norm_eps), aux)
 
 
 def dense_forward(
@@ -82,7 +83,7 @@ def dense_forward(
         partial(block.layer, layer, config, rotation=rotation, attention=attention)
         for layer in params.layers
     ]
-    return rms_norm(run_stack(blocks, hidden)[0], params.norm, config.rms_norm_eps)
+    return block.norm(run_stack(blocks, hidden)[0], params.norm, config.rms_norm_eps)
 
 
 def causal_attention(config: Any) -> AttentionFn:

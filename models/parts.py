@@ -26,6 +26,7 @@ class Part:
     names: Mapping[str, Shape]  # checkpoint name -> shape there
     shape: Shape | None = None  # None: as stacked
     dtype: torch.dtype | None = None  # None: the model's
+    order: Callable[[], Tensor] | None = None  # which stacked row each row is; None: the same
 
     @property
     def full_shape(self) -> Shape:
@@ -72,6 +73,8 @@ def read_layout(
 
     def read(part: Part) -> Tensor:
         stacked = read_part(checkpoint, part.names, device, part.dtype or dtype)
+        if part.order is not None:
+            stacked = stacked.index_select(0, part.order().to(device))
         return stacked.view(part.full_shape)
 
     return map_parts(read, layout)
@@ -82,6 +85,8 @@ def named_tensors(params: Any, layout: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for tensor, part in _pairs(params, layout):
         flat = tensor.reshape(-1, prod(next(iter(part.names.values()))[1:]))
+        if part.order is not None:
+            flat = flat.index_select(0, part.order().argsort().to(flat.device))
         start = 0
         for name, shape in part.names.items():
             tensors[name] = flat[start : start + shape[0]].reshape(shape)
