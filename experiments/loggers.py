@@ -3,16 +3,22 @@
 A logger is a context manager bound from the `logger` group; it yields a `RunLog`.
 """
 
+import http.client
 import logging
 import netrc
 import os
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 MAX_NAME = 128  # characters that W&B takes
+PROBE_SECONDS = 10
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +65,14 @@ def wandb_run(
 ) -> Iterator[RunLog]:
     """One W&B run, finished whatever happens, with a non-zero exit code after an error.
 
-    Never prompts and never hangs: the mode is chosen first, a silent server costs 20 seconds and
-    then the run is offline.
+    Never prompts and never hangs: the mode is chosen first; a server that does not answer within
+    ten seconds leaves the run offline.
 
     Args:
         mode: online | offline | disabled; None takes WANDB_MODE, else online with a key.
     """
+    # wandb's own error reports would reach for the server at exit, offline too.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     run = _start(
@@ -104,15 +112,41 @@ def _start(mode: str | None, **keywords: Any) -> Any:
     import wandb
 
     settings = wandb.Settings(init_timeout=20, finish_timeout=30, silent=True, console="off")
-    if mode in (None, "online") and not has_key():
-        mode = "offline"
+    wandb.setup(settings=wandb.Settings(silent=True))
+    if mode in (None, "online"):
+        mode = "online" if has_key() and _server_answers() else "offline"
     try:
-        return wandb.init(mode=mode or "online", settings=settings, **keywords)
+        return wandb.init(mode=mode, settings=settings, **keywords)
     except wandb.errors.Error as error:
         if mode in ("offline", "disabled"):
             raise
         log.warning("W&B is out of reach (%s); the run is kept offline", _first_line(error))
         return wandb.init(mode="offline", settings=settings, **keywords)
+
+
+def _server_answers() -> bool:
+    import wandb
+
+    url = wandb.setup().settings.base_url
+    answers = _answers(url)
+    if not answers:
+        log.warning("the W&B server %s does not answer; the run is kept offline", url)
+    return answers
+
+
+@lru_cache(maxsize=4)
+def _answers(url: str) -> bool:
+    """Whether anything, an error page too, comes back; a run started towards a silent server would
+    hold up the program's end as well."""
+    try:
+        urllib.request.urlopen(f"{url}/healthz", timeout=PROBE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # certificates are W&B's own affair
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

@@ -91,3 +91,21 @@ def _is_number(text: Any) -> bool:
 
 def _gap(high: float | None, low: float | None) -> float:
     return 0.0 if high is None or low is None else max(0.0, high - low)
+
+
+def plot_demo(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Acceptance length with its interval, and speedup over plain decoding, a bar a row."""
+    figure = _figure(10, 3.6)
+    lengths, speedups = figure.subplots(1, 2, sharey=True)
+    labels = [f"{row['drafts']}, temperature {row['temperature']}" for row in rows]
+    y = [row["acceptance_length"] or 0.0 for row in rows]
+    low = [_gap(v, row["acceptance_length_ci95_low"]) for v, row in zip(y, rows, strict=True)]
+    high = [_gap(row["acceptance_length_ci95_high"], v) for v, row in zip(y, rows, strict=True)]
+    lengths.barh(labels, y, xerr=[low, high], capsize=3)
+    lengths.invert_yaxis()
+    lengths.set(xlabel="acceptance length")
+    speedups.barh(labels, [row["speedup"] for row in rows], color="tab:orange")
+    speedups.axvline(1, color="black", linestyle="--", linewidth=1)
+    speedups.set(xlabel="speedup over plain decoding")
+    figure.suptitle(title, fontsize="small")
+    _save(figure, path)

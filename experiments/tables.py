@@ -33,7 +33,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Any]:
-    """A bar on stderr, on a terminal only. Yields `advance(text="")`, which counts one."""
+    """A bar on stderr, on a terminal only. Yields `advance(text="", amount=1)`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,7 +47,7 @@ def progress(description: str, total: int) -> Iterator[Any]:
     ) as bar:
         task = bar.add_task(description, total=total, text="")
 
-        def advance(text: str = "") -> None:
-            bar.update(task, advance=1, text=text)
+        def advance(text: str = "", amount: float = 1) -> None:
+            bar.update(task, advance=amount, text=text)
 
         yield advance
