@@ -1,6 +1,7 @@
 """A real server on the loopback around a tiny engine, for tests."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import httpx
 import openai
 import torch
 import uvicorn
+from running import tiny_engine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +26,7 @@ from specdec.verify import traits_of
 END, USER, ASSISTANT = 256, 257, 258
 VOCAB_SIZE = 259
 MODEL = "tiny"
+PROMPT = "Tell me"
 HTTP = httpx.Client(verify=False, timeout=60)  # loading certificates takes longer than a request
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
@@ -139,3 +142,24 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.005)
+
+
+def speaker(script=b"word ", **options):
+    """An engine that repeats `script` after PROMPT, one token a step."""
+    target = scripted_target(list(script), len(PROMPT))
+    return tiny_engine(target, **({"max_model_len": 600, "eos": (END,)} | options))
+
+
+def post(server, path="/v1/completions", headers=None, content=None, **fields):
+    body = {"model": MODEL, "prompt": PROMPT} if path == "/v1/completions" else {"model": MODEL}
+    content = json.dumps(body | fields) if content is None else content
+    headers = {"content-type": "application/json"} | (headers or {})
+    return HTTP.post(server.url + path, content=content, headers=headers)
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error

@@ -7,7 +7,7 @@ import openai
 import pytest
 from drafters import adversary, mixed, oracle, scripted
 from running import tiny_engine
-from serving import END, HTTP, MODEL, VOCAB_SIZE, scripted_target, serving, until
+from serving import END, HTTP, MODEL, PROMPT, VOCAB_SIZE, post, scripted_target, serving, until
 from tiny import tiny_draft, tiny_target
 
 from specdec.engine import Request, generate
@@ -16,7 +16,6 @@ from specdec.verify.greedy import greedy
 
 K = 4
 NUM_TOKENS = 16
-PROMPT = "Tell me"
 CHAT = [{"role": "user", "content": "hi"}]
 TEXT = "삼겹살 🙂🙂 é, one two three. "
 
@@ -69,10 +68,6 @@ def stream(server, **options):
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
     return chunks, texts, reasons
-
-
-def post(server, path, json, **options):
-    return HTTP.post(server.url + path, json=json, **options)
 
 
 def test_models_and_health(llama):
@@ -190,8 +185,7 @@ def test_usage_comes_once_and_only_if_asked_for(speaker):
     chunks, _, _ = stream(speaker, stream_options={"include_usage": True})
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].choices == []
-    body = {"model": MODEL, "prompt": PROMPT, "stream": True}
-    assert post(speaker, "/v1/completions", body).text.endswith("\n\ndata: [DONE]\n\n")
+    assert post(speaker, stream=True).text.endswith("\n\ndata: [DONE]\n\n")
 
 
 def test_a_burst_is_one_chunk_and_characters_are_whole(speaker):
