@@ -1,129 +1,18 @@
-"""Training: the mask, the packed rows, the unrolled attention, the chunked loss, the whole loop."""
+"""The mask, the unrolled attention and the chunked loss, against their definitions."""
 
-import json
+import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from token_data import VOCAB, dataset, make_row_of, random_problem
 from torch import Tensor
 
-from specdec.errors import DataError
-from specdec.training.attention import FlashOps, flash_unrolled, padded_unrolled
-from specdec.training.data import (
-    Sample,
-    load_dataset,
-    repeated_ngram_share,
-    response,
-    write_dataset,
-)
-from specdec.training.objective import divergence, step_weights, unrolled_loss
-from specdec.training.packing import Cursor, count_labels, epoch_rows, make_row, windows
-
-VOCAB = 97
-
-
-def random_samples(lengths: list[int], seed: int = 0, prompt: int = 3) -> list[Sample]:
-    rng = np.random.default_rng(seed)
-    texts = [rng.integers(1, VOCAB, n).tolist() for n in lengths]
-    return [response(ids[:prompt], ids[prompt:], 1.0) for ids in texts]
-
-
-def dataset(tmp_path, lengths: list[int], name: str = "data", **keywords):
-    write_dataset(tmp_path / name, random_samples(lengths, **keywords), vocab_size=VOCAB, meta={})
-    return load_dataset(tmp_path / name)
-
-
-# Data
-
-
-def test_dataset_round_trip(tmp_path):
-    samples = random_samples([7, 5, 9])
-    meta = write_dataset(tmp_path / "d", samples, vocab_size=VOCAB, meta={"note": "x"})
-    assert meta["num_tokens"] == 21
-    assert meta["num_supervised"] == 12
-    assert json.loads((tmp_path / "d" / "meta.json").read_text()) == meta
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["d"]
-    data = load_dataset(tmp_path / "d")
-    assert data.tokens[0].dtype == np.uint16
-    row = make_row(data, np.array([2, 0]), 20)
-    assert row.input_ids.tolist() == [*samples[2].token_ids, *samples[0].token_ids, 0, 0, 0, 0]
-    assert row.positions.tolist() == [*range(9), *range(7), *range(4)]
-    assert row.cu_seqlens.tolist() == [0, 9, 16, 20]
-    assert row.labels.tolist() == [3, 4, 5, 6, 7, 8, 12, 13, 14, 15]
-    assert (row.max_len, row.num_tokens, row.samples) == (9, 16, (2, 0))
-    row = make_row(data, np.array([1]), 13)  # unused columns are no longer document than the rest
-    assert row.cu_seqlens.tolist() == [0, 5, 10, 13]
-    assert row.positions.tolist() == [*range(5), *range(5), *range(3)]
-    assert (row.max_len, row.num_tokens) == (5, 5)
-
-
-def test_two_data_sets_read_as_one_and_a_prefix_holds_enough_labels(tmp_path):
-    write_dataset(tmp_path / "a", random_samples([7, 5]), vocab_size=VOCAB, meta={})
-    write_dataset(tmp_path / "b", random_samples([9], seed=1), vocab_size=VOCAB, meta={})
-    paths = [tmp_path / "a", tmp_path / "b"]
-    both = load_dataset(paths)
-    assert both.lengths.tolist() == [7, 5, 9]
-    assert make_row(both, np.array([2]), 9).input_ids.tolist() == list(
-        random_samples([9], seed=1)[0].token_ids
-    )
-    assert len(load_dataset(paths, num_tokens=5)) == 2
-    with pytest.raises(DataError, match=r"num_tokens=13.*hold 12"):
-        load_dataset(paths, num_tokens=13)
-
-
-def test_bad_data_sets_are_refused_with_one_line(tmp_path):
-    sample = Sample([1, 2, 3, 4], [False] * 4, 0.0)
-    write_dataset(tmp_path / "masked", [sample], vocab_size=VOCAB, meta={})
-    with pytest.raises(DataError, match="no supervised token"):
-        load_dataset(tmp_path / "masked")
-    with pytest.raises(DataError, match="exists already"):
-        write_dataset(tmp_path / "masked", [sample], vocab_size=VOCAB, meta={})
-    with pytest.raises(DataError, match=r"not a data set.*tokens\.npy"):
-        load_dataset(tmp_path / "absent")
-    with pytest.raises(DataError, match="no sample"):
-        write_dataset(tmp_path / "empty", [], vocab_size=VOCAB, meta={})
-    with pytest.raises(DataError, match="vocabulary sizes"):
-        load_dataset(tmp_path / "masked", vocab_size=VOCAB + 1)
-    with pytest.raises(DataError, match=r"9 tokens exceeds train_data\.row_tokens=8"):
-        epoch_rows(dataset(tmp_path, [9, 4]), row_tokens=8, seed=0, epoch=0)
-
-
-def test_repeated_ngram_share():
-    assert repeated_ngram_share(list(range(20))) == 0
-    assert repeated_ngram_share([1, 2] * 20) == pytest.approx(1 - 2 / 33)
-    assert repeated_ngram_share([5] * 7) == 0
-    text = np.random.default_rng(0).integers(0, 3, 400).tolist()
-    grams = [tuple(text[i : i + 8]) for i in range(len(text) - 7)]
-    assert repeated_ngram_share(text) == pytest.approx(1 - len(set(grams)) / len(grams))
-
-
-def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own(tmp_path):
-    data = dataset(tmp_path, [4 + i % 7 for i in range(50)])
-    orders = []
-    for epoch in range(2):
-        rows = epoch_rows(data, row_tokens=24, seed=3, epoch=epoch)
-        orders.append(np.concatenate(rows))
-        assert sorted(orders[-1]) == list(range(50))
-        assert all(data.lengths[row].sum() <= 24 for row in rows)
-    assert (orders[0] != orders[1]).any()
-    again = epoch_rows(data, row_tokens=24, seed=3, epoch=1)
-    assert (np.concatenate(again) == orders[1]).all()
-
-
-def test_windows_resume_where_they_stopped_and_keep_the_short_one(tmp_path):
-    data = dataset(tmp_path, [10] * 10)
-    keywords = {"row_tokens": 10, "accumulation": 4, "seed": 0, "epochs": 2}
-    whole = list(windows(data, start=Cursor(0, 0), **keywords))
-    assert [len(rows) for _, rows in whole] == [4, 4, 2, 4, 4, 2]
-    for done in range(len(whole)):
-        cursor = whole[done][0]
-        rest = list(windows(data, start=cursor, **keywords))
-        expected = [[row.samples for row in rows] for _, rows in whole[done + 1 :]]
-        assert [[row.samples for row in rows] for _, rows in rest] == expected
-
-
-# Mask
+from specdec.training.attention import FLASH, FlashOps, flash_unrolled, padded_unrolled
+from specdec.training.data import Sample, load_dataset, write_dataset
+from specdec.training.objective import compiled, divergence, step_weights, unrolled_loss
+from specdec.training.packing import count_labels, make_row, to_device
 
 
 def test_the_mask_follows_the_label(tmp_path):
@@ -145,9 +34,6 @@ def test_the_mask_follows_the_label(tmp_path):
         assert count_labels([row], 4)[step] == len(columns)
 
 
-# Attention
-
-
 def attention_problem(steps: int, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     lengths = [5, 1, 9, 3]
@@ -157,22 +43,6 @@ def attention_problem(steps: int, seed: int = 0):
         return torch.randn(sum(lengths), 4, 8, generator=generator).requires_grad_()
 
     return row, heads(), [heads() for _ in range(steps)], [heads() for _ in range(steps)]
-
-
-def make_row_of(lengths: list[int]):
-    from specdec.training.packing import Row
-
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    total = int(starts[-1])
-    return Row(
-        input_ids=torch.arange(total),
-        positions=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
-        cu_seqlens=torch.from_numpy(starts),
-        max_len=max(lengths),
-        labels=torch.arange(total),
-        num_tokens=total,
-        samples=(),
-    )
 
 
 def plain_attention(row, q, keys, values, scale):
@@ -234,9 +104,6 @@ def test_unrolled_attention_equals_its_definition(steps, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 5])
 def test_flash_kernels_equal_the_padded_form(steps):
-    from specdec.training.attention import FLASH
-    from specdec.training.packing import to_device
-
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(0)
     lengths = [200, 1, 77, 300]
@@ -255,17 +122,6 @@ def test_flash_kernels_equal_the_padded_form(steps):
     got = torch.autograd.grad(actual, leaves, direction)
     for a, b in zip([actual, *got], [expected, *wanted], strict=True):
         assert (a - b).float().norm() / b.float().norm() < 0.02
-
-
-# Loss
-
-
-def random_problem(row, num_steps: int, width: int = 16, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    columns = len(row.input_ids)
-    hidden = torch.randn(num_steps, columns, width, generator=generator).requires_grad_()
-    target = torch.randn(columns, width, generator=generator)
-    return hidden, target, torch.randn(VOCAB, width, generator=generator)
 
 
 def full_loss(hidden, target, head, row, weights, coefficients, t2d=None):
@@ -351,8 +207,6 @@ class LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -388,3 +242,22 @@ def test_peak_memory_is_below_one_full_tensor():
 def test_peak_memory_at_the_published_size():
     peak, full = measure_peak(2048, 128_000, torch.float32)
     assert peak < full
+
+
+@pytest.mark.gpu
+def test_compiled_divergence_equals_plain():
+    generator = torch.Generator("cuda").manual_seed(0)
+    student = torch.randn(5, 64, 49152, generator=generator, device="cuda").bfloat16()
+    teacher = torch.randn(64, 49152, generator=generator, device="cuda").bfloat16()
+    labels = torch.randint(0, 49152, (64,), generator=generator, device="cuda")
+    weights = torch.rand(5, 64, generator=generator, device="cuda")
+    for coefficients in OBJECTIVES:
+        function = partial(divergence, **coefficients)
+        expected, actual = (
+            f(student, teacher, labels, weights) for f in (function, compiled(function))
+        )
+        assert torch.equal(actual.agrees, expected.agrees)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(actual.overlap, expected.overlap, rtol=1e-3, atol=1e-4)
+        error = (actual.grad.float() - expected.grad.float()).norm() / expected.grad.float().norm()
+        assert error < 0.01

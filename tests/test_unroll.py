@@ -113,3 +113,34 @@ def test_unroll_predicts_every_round_of_the_engine(tmp_path, target):
             kept.append(accepted)
             committed += tokens
     assert len(set(kept)) > 1  # not all rounds alike
+
+
+@pytest.mark.gpu
+def test_unroll_in_half_precision_on_a_gpu(tmp_path):
+    from specdec.training.packing import to_device
+
+    row = packed(tmp_path, random_texts([40, 7, 90, 33]), 180)
+    on_cpu = tiny_target()
+    wanted = eagle_head(on_cpu, seed=1)
+    params = {name: p.requires_grad_() for name, p in wanted.params.items()}
+    features = target_hidden(on_cpu, row)
+    expected = wanted.unroll(params, features, row, STEPS)
+    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    expected.backward(gradient)
+
+    device = torch.device("cuda")
+    on_gpu = tiny_target(device="cuda", dtype=torch.bfloat16)
+    head = eagle_head(on_gpu, seed=1)
+    gpu_params = {name: p.requires_grad_() for name, p in head.params.items()}
+    gpu_row = to_device(row, device)
+    gpu_features = target_hidden(on_gpu, gpu_row)
+    actual = head.unroll(gpu_params, gpu_features, gpu_row, STEPS)
+    actual.backward(gradient.to(device, torch.bfloat16))
+
+    def error(a, b):
+        return ((a.detach().float().cpu() - b.detach()).norm() / b.detach().norm()).item()
+
+    assert error(gpu_features, features) < 0.05
+    assert error(actual, expected) < 0.05
+    for name, p in params.items():
+        assert error(gpu_params[name].grad, p.grad) < 0.1, name
