@@ -92,6 +92,7 @@ class HeadNames(NamedTuple):
     aux_fc: str = "fc"
     aux_norms: tuple[str, str] = ("input_norm", "fc_norm.{j}")  # joint, each
     repeated: tuple[str, ...] = ()  # tables of the target that the checkpoint holds once more
+    interleaved: bool = False  # rotary pairs are rows (0, 1), (2, 3).. of a head, not its halves
 
 
 class HeadFamily(NamedTuple):
@@ -126,6 +127,7 @@ _ERNIE_NAMES = HeadNames(
     fc="model.mtp_linear_proj.{i}",
     embed_norm="model.mtp_emb_norm.{i}",
     hidden_norm="model.mtp_hidden_norm.{i}",
+    interleaved=True,
 )
 _MTP_COUNT = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 

@@ -47,6 +47,10 @@ class Checkpoint(Mapping[str, Tensor]):
         """The same tensors under other names."""
         return Checkpoint(self.path, {rename(name): t for name, t in self._tensors.items()})
 
+    def only(self, wanted: Callable[[str], bool]) -> Checkpoint:
+        """The tensors whose names are wanted."""
+        return Checkpoint(self.path, {name: t for name, t in self._tensors.items() if wanted(name)})
+
 
 def resolve_path(path: str | Path) -> Path:
     """The existing file or folder that a config's path means.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,10 +138,20 @@ def _layer_layout(config: EagleConfig, names: HeadNames, index: int, fused_exper
     input_norm = not wide and (index > 0 or axes.first_input_norm)
     place = Place(prefix, number, input_norm, fused_experts)
     layout = BLOCKS[axes.block].layout(block, place)
+    if names.interleaved:
+        return layout._replace(qkv=replace(layout.qkv, order=partial(_halves, block)))
     if not wide:
         return layout
     widened = {name: (rows, 2 * columns) for name, (rows, columns) in layout.qkv.names.items()}
     return layout._replace(qkv=Part(widened))
+
+
+def _halves(block: Any) -> Tensor:
+    """Rows of q, k, v with the rotary pairs of each q and k head brought to its halves."""
+    heads, kv_heads, size = block.num_heads, block.num_kv_heads, block.head_dim
+    rows = torch.arange((heads + 2 * kv_heads) * size).view(-1, size // 2, 2)
+    rotated = rows[: heads + kv_heads].transpose(1, 2).flatten()
+    return torch.cat((rotated, rows[heads + kv_heads :].flatten()))
 
 
 def _aux_norm_layout(config: EagleConfig, names: HeadNames) -> Any:

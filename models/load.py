@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models.axes import HeadAxes, head_axes
+from specdec.models.axes import HeadAxes
 from specdec.models.batch import Draft, Target
 from specdec.models.checkpoint import (
     Checkpoint,
@@ -21,7 +21,8 @@ from specdec.models.checkpoint import (
 )
 from specdec.models.deepseek import deepseek_target
 from specdec.models.deepseek_checkpoint import deepseek_config, load_deepseek_params
-from specdec.models.eagle_checkpoint import read_eagle, read_target_rows
+from specdec.models.draft_vocab import read_target_rows
+from specdec.models.heads import read_draft
 from specdec.models.llama import llama_target, pack_layer
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
 from specdec.models.qwen3 import qwen3_target
@@ -150,21 +151,25 @@ def load_draft(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    family: str | None = None,
     logits_from: str = "shared",
     num_draft_rows: int | None = None,
     axes: HeadAxes | Mapping[str, Any] | None = None,
 ) -> Draft:
-    """Loads an Eagle head of the Llama layout (yuhuili/EAGLE-LLaMA3.1-Instruct-8B).
+    """Loads a draft head: Eagle, Eagle-3, or the MTP layers that a target's checkpoint carries.
 
     Args:
+        path: of the head's checkpoint, or of the target's own where that holds the head.
         device, dtype: must be the target's when given; the head reads its hidden states.
+        family: a name in `axes.FAMILIES`; None: as `heads.detect_head` finds.
         logits_from: "shared": the checkpoint's own lm_head, else the target's;
             "target_rows": a reduced vocabulary over rows of the target's lm_head.
         num_draft_rows: with target_rows, how many of the stored ranking's first ids (None: all).
-        axes: the head's row of DESIGN.md section 6; None is the published Eagle.
+        axes: changes to the family's row of DESIGN.md section 6, or a whole row.
 
     Raises:
-        CheckpointError: a tensor is missing, misshapen, unknown, or not shareable.
+        CheckpointError: no head, another family's, or a tensor that is missing, misshapen, unknown
+            or not shareable.
     """
     where = resolve_path(path)
     for name, mine, theirs in (
@@ -173,14 +178,13 @@ def load_draft(
     ):
         if mine and mine != theirs:
             raise CheckpointError(f"the draft's {name} {mine} differs from the target's {theirs}")
-    row = axes if isinstance(axes, HeadAxes) else head_axes(axes or {})
-    if logits_from != row.logits_from:
-        row = head_axes({"logits_from": logits_from}, row)
-    return read_eagle(
+    return read_draft(
         open_checkpoint(where),
         read_config(where),
         target,
-        row,
+        family=family,
+        axes=axes,
+        logits_from=logits_from,
         num_draft_rows=num_draft_rows,
         ranking=read_target_rows(where) if logits_from == "target_rows" else None,
     )

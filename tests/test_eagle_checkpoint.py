@@ -251,7 +251,9 @@ def test_device_and_dtype_are_the_targets(target, tmp_path):
 def test_only_the_published_head_is_exported(target, tmp_path):
     head, config = tiny.tiny_head(target)
     normed = replace(config, axes=HeadAxes(first_input_norm=True))
-    with pytest.raises(ConfigError, match="the Eagle layout holds"):
+    with pytest.raises(
+        ConfigError, match="llama_eagle layout holds heads with first_input_norm=False"
+    ):
         save_head(tmp_path, head, normed)
     with pytest.raises(ConfigError, match="d2t belongs to an own lm_head"):
         save_head(tmp_path, head, config, d2t=RANKING)
