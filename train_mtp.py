@@ -202,6 +202,8 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     summary = {
         "acceptance_length": done.best,
+        "acceptance_length_ci95": [best.get(f"acceptance_length_{x}") for x in ("low", "high")],
+        "num_draft_tokens": stages.num_draft_tokens,
         "best_step": done.best_step,
         "dev": best,
         "steps": done.step,

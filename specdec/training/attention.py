@@ -102,7 +102,7 @@ def flash_unrolled(
 ) -> Tensor:
     """The same through a flash kernel for step 0 and elementwise products for the own column."""
     none = q.new_empty(0, *q.shape)
-    own_keys, own_values = (torch.stack(x[1:]) if x[1:] else none for x in (keys, values))
+    own_keys, own_values = (torch.stack(list(x[1:])) if x[1:] else none for x in (keys, values))
     return _FlashUnrolled.apply(q, keys[0], values[0], own_keys, own_values, row, scale, ops)
 
 
@@ -127,9 +127,9 @@ class _FlashUnrolled(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         q, k, v, own_k, own_v, out, lse, probs = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = grads[0].contiguous()
         dq, dk, dv = ctx.ops.backward(
             grad, q, k, v, out, lse, ctx.row.cu_seqlens, ctx.row.max_len, ctx.scale
         )

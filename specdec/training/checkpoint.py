@@ -71,5 +71,5 @@ def load_state_(
         average[name].copy_(state["average"][name])
     for optimizer, values in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(values)
-    progress = state["progress"]
-    return Progress(**{**progress, "cursor": Cursor(*progress["cursor"])})
+    progress = Progress(**state["progress"])
+    return progress._replace(cursor=Cursor(*progress.cursor))

@@ -23,8 +23,8 @@ FILES = ("tokens", "supervised", "samples", "temperature")
 class Sample(NamedTuple):
     """One conversation. `supervised[i]`: the head is taught to predict `token_ids[i]`."""
 
-    token_ids: Sequence[int]
-    supervised: Sequence[bool]
+    token_ids: Sequence[int] | np.ndarray
+    supervised: Sequence[bool] | np.ndarray
     temperature: float  # at which the target wrote the supervised ids
 
 

@@ -154,8 +154,8 @@ class _UnrolledLoss(torch.autograd.Function):
         return (sums[0] * scales).sum(), *sums
 
     @staticmethod
-    def backward(ctx, grad_loss, *_):
-        (grad,) = ctx.saved_tensors
+    def backward(ctx, *grads):
+        grad_loss, (grad,) = grads[0], ctx.saved_tensors
         return grad * grad_loss.to(grad.dtype), *(None,) * 7
 
 

@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ class Phases:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str | None, object]] = []
+        self._marks: list[tuple[str | None, Any]] = []
         self.mark_(None)
 
     def mark_(self, name: str | None) -> None:
