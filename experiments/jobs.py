@@ -89,6 +89,8 @@ def hydra_script(
                     script()
             except JobFailed:
                 sys.exit(1)
+            except KeyboardInterrupt:
+                sys.exit(130)
             except Exception as error:
                 line = one_line(error)
                 if line is None:
@@ -136,7 +138,7 @@ def run_job(task: Callable[[DictConfig, Path], Any], cfg: DictConfig) -> Any:
     except Exception as error:
         status["status"] = "failed"
         status["error"] = one_line(error) or f"{type(error).__name__}: {error}"
-        _report(error, sweep and status["job"], status["overrides"])
+        _report(error, status["job"] if sweep else None, status["overrides"])
         raise JobFailed(status["error"]) from error
     except BaseException:
         status["status"] = "interrupted"

@@ -142,8 +142,9 @@ def build_stages(cfg: DictConfig) -> BoundStages:
     verify = bind(cfg.verify, fn_args=STAGE_ARGS["verify"], key="verify")
     temperature = cfg.sampling.temperature
     if temperature > 0 and traits_of(verify).greedy_only:
+        rule = cfg.verify._target_.rpartition(".")[2]
         raise ConfigError(
-            f"verify={verify.func.__name__} cannot run with sampling.temperature={temperature}; "
+            f"verify={rule} cannot run with sampling.temperature={temperature}; "
             "use verify=rejection, which is exactly greedy at temperature 0"
         )
     postprocess = bind(cfg.postprocess, fn_args=STAGE_ARGS["postprocess"], key="postprocess")
@@ -151,7 +152,7 @@ def build_stages(cfg: DictConfig) -> BoundStages:
     sampling = _draft_sampling(verify, cfg.propose.draft_sampling)
     # Left at their defaults these are conveniences, which a proposer of one's own may lack.
     offered = {"draft_sampling": sampling, "temperature": cfg.propose.temperature}
-    node = dict(OmegaConf.to_container(cfg.propose, resolve=True, throw_on_missing=True))
+    node = plain(cfg.propose)
     node["num_draft_tokens"] = num_draft_tokens
     for name, neutral in (("draft_sampling", "auto"), ("temperature", None)):
         if node[name] == neutral:
@@ -216,8 +217,7 @@ def load_models(cfg: DictConfig, *, uses_draft: bool | None) -> Models:
     target = _target(*target_key)
     draft = None
     if uses_draft is not False and cfg.draft.path is not None:
-        keywords = OmegaConf.to_container(cfg.draft, resolve=True)
-        draft = _draft(target_key, tuple(sorted(keywords.items())))
+        draft = _draft(target_key, tuple(sorted(plain(cfg.draft).items())))
     tokenizer = _tokenizer(cfg.target.path)
     return Models(target, draft, tokenizer, _eos_ids(cfg.target.path), device, dtype)
 
@@ -247,10 +247,11 @@ def _eos_ids(path: str) -> tuple[int, ...]:
 
 
 def context_length(cfg: DictConfig, models: Models) -> int:
-    """The longest prompt + output that this target, draft and configuration allow."""
+    """The longest prompt + output that this target and configuration allow.
+
+    A draft made for fewer positions does not shorten it: the engine warns of such requests.
+    """
     limit = models.target.max_position
-    if models.draft is not None:
-        limit = min(limit, models.draft.max_position)
     asked = cfg.cache.max_model_len
     if asked is not None and asked > limit:
         raise ConfigError(
@@ -293,4 +294,5 @@ def build_engine(
         limits,
         eos_token_ids=models.eos_token_ids,
         draft_sampling=bound.draft_sampling,
+        kernels=runtime.pick_kernels(cfg.kernels.backend, models.device),
     )

@@ -55,7 +55,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cache.block_size": _at_least(1),
     "cache.num_blocks": _null_or(_at_least(2)),
     "cache.max_model_len": _null_or(_at_least(2)),
-    "kernels.backend": _one_of("torch"),
+    "kernels.backend": _one_of("auto", "torch", "triton"),
     "data.num_prompts": _null_or(_at_least(1)),
     "data.turns": _one_of("first", "all"),
     "device": (
@@ -102,7 +102,8 @@ def check_keys(cfg: DictConfig) -> None:
     schema = OmegaConf.get_type(cfg)
     names = _field_names(schema)
     for key in cfg:
-        if (names and key not in names and not issubclass(schema, StageConfig)) or key in RENAMED:
+        is_stage = isinstance(schema, type) and issubclass(schema, StageConfig)
+        if (names and key not in names and not is_stage) or key in RENAMED:
             raise ConfigError(unknown_key(_full_key(cfg, key), schema))
         if OmegaConf.is_missing(cfg, key):
             raise ConfigError(f"{_full_key(cfg, key)} has no value; give one")

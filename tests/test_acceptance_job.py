@@ -345,6 +345,23 @@ def test_bad_input_is_one_clear_line(case, base, bad_files, tmp_path, monkeypatc
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def test_the_demo_decodes_the_same_prompts_with_every_row(base, tmp_path, monkeypatch, capfd):
+    from specdec.experiments import demo
+
+    monkeypatch.chdir(tmp_path)
+    rows = demo.run(base, seconds=0.5)
+    assert [(row["drafts"], row["temperature"]) for row in rows] == [
+        *(("plain", 0), ("n-gram, K=4", 0), ("head, K=1", 0), ("head, K=2", 0), ("head, K=4", 0)),
+        *(("plain", 1), ("head, K=2", 1)),
+    ]
+    assert len({row["num_output_tokens"] for row in rows[:5]}) == 1
+    assert [rows[i]["speedup"] for i in (0, 5)] == [1, 1]
+    assert [rows[i]["acceptance_length"] for i in (0, 5)] == [1, 1]
+    assert "head, K=4" in capfd.readouterr().out
+    assert len(rows_of(Path("outputs/demo/demo.csv"))) == 7
+    assert Path("outputs/demo/demo.png").stat().st_size
+
+
 def test_rebuilding_a_table_of_nothing_is_one_line(tmp_path, monkeypatch, capfd):
     assert call(sweep.main, [f"dir={tmp_path}"], monkeypatch) == 1
     assert "status.json" in capfd.readouterr().err

@@ -68,16 +68,18 @@ def test_pooled_length_is_a_ratio_of_sums():
     assert metrics.summarize(outputs, 1)["acceptance_length"] == pytest.approx(19 / 10)
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says():
+def test_interval_has_the_width_and_the_cover_of_a_95_percent_one():
     rng = np.random.default_rng(7)
-    covered = 0
-    for trial in range(200):
+    covered, widths, expected = 0, [], []
+    for trial in range(40):
         rounds = rng.integers(20, 60, size=60)
-        committed = np.array([1 + rng.binomial(1, 0.4, size=r) for r in rounds], dtype=object)
-        sums = [int(c.sum()) for c in committed]
-        low, high = metrics.bootstrap_interval(sums, rounds, seed=trial)
+        committed = [r + rng.binomial(r, 0.4) for r in rounds]
+        low, high = metrics.bootstrap_interval(committed, rounds, seed=trial)
         covered += low <= 1.4 <= high
-    assert 180 <= covered <= 199  # 95% of 200, three standard errors each way
+        widths.append(high - low)
+        expected.append(2 * 1.96 * np.sqrt(0.4 * 0.6 / rounds.sum()))
+    assert np.mean(widths) == pytest.approx(np.mean(expected), rel=0.05)
+    assert covered >= 34  # of 40; 95% give 38 and a standard error of 1.4
 
 
 def test_interval_is_over_prompts_and_not_over_outputs():
