@@ -41,6 +41,7 @@ class Batch:
     ancestor_mask: Tensor | None = None  # [T] int64 bit masks of tree ancestors
     all_greedy: bool = False  # host facts: no request of the step samples,
     filters: bool = True  # some request uses top-k, top-p or min-p
+    kernels: str = "torch"  # or "triton": what attention over this batch runs on
 
 
 class CacheShape(NamedTuple):

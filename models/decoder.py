@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.paged_attention.reference import fold_groups
 from specdec.models import layers
 from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
 from specdec.models.capture import check_layer_ids, run_stack
@@ -103,9 +102,7 @@ def paged_attentions(
     config: Any, batch: Batch, cache: Cache, dtype: torch.dtype
 ) -> list[AttentionFn]:
     """Attention over paged keys and values, for each layer of the cache."""
-    groups = fold_groups(
-        batch.groups, len(batch.input_ids), config.num_heads, config.num_kv_heads, dtype
-    )
+    groups = layers.attention_groups(batch, config.num_heads, config.num_kv_heads, dtype)
     return [
         partial(
             layers.attend,

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.paged_attention.reference import FoldedGroups, folded_attention
+from specdec.kernels.paged_attention.reference import (
+    FoldedGroups,
+    fold_groups,
+    folded_attention,
+)
+from specdec.models.batch import Batch
 
 PACKED_MIN_ROWS = 4  # packed products of 1 to 3 rows are no faster than of 4
 
@@ -83,20 +88,46 @@ def write_kv_(
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slot_mapping, value)
 
 
+class PagedGroups(NamedTuple):
+    """What the Triton attention reads of a batch; the same for every layer of a pass."""
+
+    positions: Tensor  # [T]
+    query_start: Tensor  # [R + 1]
+    block_tables: Tensor  # [R, M]
+    groups: tuple[tuple[int, int], ...]  # (requests, longest query), on the host
+
+
+def attention_groups(
+    batch: Batch, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> FoldedGroups | PagedGroups:
+    """The batch as `attend` wants it, made once for all layers of a pass."""
+    if batch.kernels == "triton":
+        shapes = tuple(tuple(group.query_index.shape) for group in batch.groups)
+        return PagedGroups(batch.positions, batch.query_start, batch.block_tables, shapes)
+    return fold_groups(batch.groups, len(batch.input_ids), num_heads, num_kv_heads, dtype)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     slot_mapping: Tensor,
-    groups: FoldedGroups,
+    groups: FoldedGroups | PagedGroups,
     key_cache: Tensor,
     value_cache: Tensor,
     scale: float,
 ) -> Tensor:
-    """Stores this pass's keys and values, then attends: [T, Hq, D] -> [T, Hq, Dv]."""
+    """Stores this pass's keys and values, then attends: [T, Hq, D] -> [T, Hq, Dv].
+
+    `groups` from `attention_groups`, which chose between torch and the Triton kernel.
+    """
     write_kv_(key_cache, value_cache, key, value, slot_mapping)
-    return folded_attention(query, key_cache, value_cache, groups, scale)
+    if isinstance(groups, FoldedGroups):
+        return folded_attention(query, key_cache, value_cache, groups, scale)
+    from specdec.kernels.paged_attention.kernel import paged_attention
+
+    return paged_attention(query, key_cache, value_cache, scale=scale, **groups._asdict())
 
 
 def map_tree(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:

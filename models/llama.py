@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.paged_attention.reference import fold_groups
 from specdec.models import layers
 from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
 from specdec.models.capture import check_layer_ids, run_stack
@@ -111,9 +110,7 @@ def paged_layers(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """A stack of blocks over a paged batch, as `run_stack`: [T, H] -> [T, H] and streams."""
     rotation = layers.rotary(freq, batch.positions, hidden.dtype, config.rope.attention_factor)
-    groups = fold_groups(
-        batch.groups, hidden.shape[0], config.num_heads, config.num_kv_heads, hidden.dtype
-    )
+    groups = layers.attention_groups(batch, config.num_heads, config.num_kv_heads, hidden.dtype)
     blocks = []
     for layer, keys, values in zip(stack, cache.keys, cache.values, strict=True):
         attention = partial(

@@ -1,6 +1,7 @@
 """From a configuration to bound stages, loaded models and an engine."""
 
 import difflib
+import gc
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -219,6 +220,7 @@ def load_models(cfg: DictConfig, *, uses_draft: bool | None) -> Models:
     if uses_draft is not False and cfg.draft.path is not None:
         draft = _draft(target_key, tuple(sorted(plain(cfg.draft).items())))
     tokenizer = _tokenizer(cfg.target.path)
+    gc.freeze()  # a full collection over imported modules would stall steps of many requests
     return Models(target, draft, tokenizer, _eos_ids(cfg.target.path), device, dtype)
 
 

@@ -1,5 +1,6 @@
 """The engine: requests in, committed tokens out, one `step()` at a time."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -10,11 +11,13 @@ import torch
 
 from specdec.cache import BlockPool, blocks_for
 from specdec.errors import ConfigError, RequestError
-from specdec.models.batch import Draft, Target
+from specdec.models.batch import NULL_BLOCK, Draft, Target
 from specdec.schedule import Limits, Request, Requests, Sequence
 from specdec.state import FinishReason, Plan
 from specdec.step import Model, Stages, apply_plan_, decode_step, new_state
 from specdec.verify import traits_of
+
+logger = logging.getLogger(__name__)
 
 
 class Round(NamedTuple):
@@ -54,6 +57,7 @@ class Engine:
         limits: sizes reserved now; nothing grows later.
         draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of
             draft logits when the verify rule wants draft probabilities.
+        kernels: "torch" or "triton".
 
     Raises:
         ConfigError: when the sizes cannot serve even one request.
@@ -68,8 +72,9 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...],
         draft_sampling: str = "greedy",
+        kernels: str = "torch",
     ):
-        self.stages, self.limits = stages, limits
+        self.stages, self.limits, self.kernels = stages, limits, kernels
         per_request = limits.max_model_len + limits.max_draft_tokens
         if blocks_for(per_request, limits.block_size) > limits.num_blocks - 1:
             raise ConfigError(
@@ -81,6 +86,8 @@ class Engine:
                 f"schedule.max_num_batched_tokens={limits.max_num_batched_tokens} is below the "
                 f"{limits.max_draft_tokens + 1} rows of one verify round; raise it"
             )
+        if draft is not None and draft.aux_layers:
+            target = _with_streams(target, draft)
         weight = target.lm_head
         wants_q = traits_of(stages.verify).wants_draft_probs and draft_sampling == "sample"
         self.state = new_state(
@@ -102,6 +109,7 @@ class Engine:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._next_id = 0
+        self._warned_of_length = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -129,8 +137,23 @@ class Engine:
         request_id = self._next_id
         self._next_id += 1
         max_len = min(length + request.max_tokens, limit)
+        self._warn_of_length_(max_len)
         self.waiting.append(Sequence(request_id, request, max_len, list(request.prompt_ids)))
         return request_id
+
+    def _warn_of_length_(self, max_len: int) -> None:
+        """Say once that drafts get worse past the positions that the head was made for."""
+        if self.draft is None or self._warned_of_length:
+            return
+        reach = self.draft.model.max_position
+        if max_len > reach:
+            self._warned_of_length = True
+            logger.warning(
+                "a request may reach %d tokens and the draft head was made for %d; what it drafts "
+                "past them is verified like any draft but may be accepted less often",
+                max_len,
+                reach,
+            )
 
     def abort(self, request_id: int) -> None:
         """Drop a request; its slot and blocks serve the next plan. Unknown ids are ignored."""
@@ -148,7 +171,13 @@ class Engine:
             return []
         apply_plan_(self.state, plan)
         committed, num_drafts = decode_step(
-            self.state, plan, self.target, self.draft, self.stages, self.limits.block_size
+            self.state,
+            plan,
+            self.target,
+            self.draft,
+            self.stages,
+            self.limits.block_size,
+            self.kernels,
         )
         counts = (
             committed.num_committed,
@@ -183,7 +212,7 @@ class Engine:
         """Zero a failed request's blocks: a mask hides stale values, but 0 * NaN is NaN."""
         for model in filter(None, (self.target, self.draft)):
             for tensor in (*model.cache.keys, *model.cache.values):
-                tensor[sequence.blocks] = 0
+                tensor[[NULL_BLOCK, *sequence.blocks]] = 0
 
     def _release_(self, sequence: Sequence) -> None:
         self.pool.release_(sequence.blocks)
@@ -197,6 +226,9 @@ class Engine:
         for slot, num_logits, row in zip(plan.slots, plan.num_logits, rows, strict=True):
             sequence = by_slot[slot]
             kept, accepted, drafted, computed, reason, num_drafts = row[-6:]
+            if not num_logits:
+                sequence.num_computed = computed
+                continue
             # A prefill ends in a step that recomputed prompt tokens: its token is no verify round.
             is_round = len(sequence.token_ids) - sequence.num_computed == 1
             tokens = tuple(row[:kept])
@@ -207,10 +239,18 @@ class Engine:
                 self._scrub_(sequence)
             if finish:
                 self._release_(sequence)
-            if num_logits:
-                verified = Round(drafted, accepted, kept) if is_round else None
-                outputs.append(Output(sequence.request_id, tokens, verified, finish))
+            verified = Round(drafted, accepted, kept) if is_round else None
+            outputs.append(Output(sequence.request_id, tokens, verified, finish))
         return outputs
+
+
+def _with_streams(target: Target, draft: Draft) -> Target:
+    if target.capture is None:
+        raise ConfigError(
+            "the draft head reads auxiliary layers, which this target does not give; "
+            "use another head"
+        )
+    return target.capture(draft.aux_layers)
 
 
 def _logits_width(draft: Draft, weight: torch.Tensor) -> int:

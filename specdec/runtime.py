@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from specdec.errors import ConfigError
+from specdec.kernels.runtime import has_triton
 from specdec.models.batch import CacheShape, Draft, Target
 from specdec.models.layers import tree_leaves
 
@@ -36,6 +37,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     fast = device.type == "cuda" or cpu_has_fast_bf16()
     return torch.bfloat16 if fast else torch.float32
+
+
+def pick_kernels(name: str, device: torch.device) -> str:
+    """auto is Triton on a GPU and torch elsewhere."""
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if name == "triton" and not has_triton(device):
+        raise ConfigError(f"kernels=triton needs a GPU, not device={device}; use kernels=torch")
+    return name
 
 
 @lru_cache(maxsize=1)
@@ -100,13 +110,14 @@ def blocks_that_fit(
     """
     models = [m for m in (target, draft) if m is not None]
 
-    def size(num_blocks: int) -> int:
-        caches = tuple(m.new_cache(shape._replace(num_blocks=num_blocks)) for m in models)
-        return sum(t.numel() * t.element_size() for t in tree_leaves(caches))
+    def size(num_blocks: int, num_slots: int) -> int:
+        asked = shape._replace(num_blocks=num_blocks, num_slots=num_slots)
+        tensors = tree_leaves(tuple(model.new_cache(asked) for model in models))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    one = size(1)
-    a_block = size(2) - one
-    room = CACHE_SHARE * free_memory(device) - (one - a_block)
+    one = size(1, 1)
+    a_block, a_slot = size(2, 1) - one, size(1, 2) - one
+    room = CACHE_SHARE * free_memory(device) - a_slot * shape.num_slots
     return max(0, int(room / a_block))
 
 

@@ -107,22 +107,26 @@ def schedule(
     def reserve(sequence: Sequence, slot: int, rows: int) -> bool:
         nonlocal blocks_taken, budget
         last = min(sequence.num_computed + rows, sequence.max_len) + num_draft_tokens
-        missing = max(0, blocks_for(last, limits.block_size) - len(sequence.blocks))
-        if missing > len(requests.free_blocks) - blocks_taken:
-            return False
-        for i in range(missing):
-            block = requests.free_blocks[-1 - blocks_taken - i]
-            new_blocks.append((slot, len(sequence.blocks) + i, block))
-        blocks_taken += missing
+        missing = blocks_for(last, limits.block_size) - len(sequence.blocks)
+        if missing > 0:
+            if missing > len(requests.free_blocks) - blocks_taken:
+                return False
+            for i in range(missing):
+                block = requests.free_blocks[-1 - blocks_taken - i]
+                new_blocks.append((slot, len(sequence.blocks) + i, block))
+            blocks_taken += missing
         scheduled.append((sequence, slot, rows))
         budget -= rows
         return True
 
-    decoding = [s for s in requests.running if len(s.token_ids) - s.num_computed == 1]
-    prefilling = [s for s in requests.running if len(s.token_ids) - s.num_computed > 1]
+    decoding, prefilling = [], []
+    for sequence in requests.running:
+        is_decoding = len(sequence.token_ids) - sequence.num_computed == 1
+        (decoding if is_decoding else prefilling).append(sequence)
     for sequence in decoding + prefilling:
-        rows = min(sequence.num_pending, budget)
-        whole = rows == sequence.num_pending or not sequence.num_drafts
+        pending = sequence.num_pending
+        rows = min(pending, budget)
+        whole = rows == pending or not sequence.num_drafts
         if rows <= 0 or not whole or sequence.slot in preempted:
             continue
         if not reserve(sequence, sequence.slot, rows):

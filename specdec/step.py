@@ -47,13 +47,14 @@ def decode_step(
     draft: Model | None,
     stages: Stages,
     block_size: int,
+    kernels: str = "torch",
 ) -> tuple[Committed, Tensor]:
     """Run a plan's rows through the target, verify, and propose the next drafts.
 
     Returns:
         What was committed, and the number of drafts pending afterwards [R].
     """
-    batch = prepare(state, plan, block_size)
+    batch = prepare(state, plan, block_size, kernels)
     out = target.model.forward(batch, target.cache)
     logits = target.model.logits(out.hidden[batch.logits_indices])
     dist = process_logits(
@@ -163,7 +164,7 @@ def _admit_(state: State, plan: Plan) -> None:
     state.generation[slots] += 1
 
 
-def prepare(state: State, plan: Plan, block_size: int) -> Batch:
+def prepare(state: State, plan: Plan, block_size: int, kernels: str = "torch") -> Batch:
     """Exact ids, positions and slots of the planned rows, from the device's own counts.
 
     The plan's row counts are upper bounds: rows past a request's real tokens become padding.
@@ -217,6 +218,7 @@ def prepare(state: State, plan: Plan, block_size: int) -> Batch:
         groups=_groups(plan, query_start, query_lens, positions, block_tables, block_size),
         all_greedy=plan.all_greedy,
         filters=plan.filters,
+        kernels=kernels,
     )
 
 

@@ -1,5 +1,7 @@
 """The chain that Eagle and MTP heads share (seed text, section 7)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -210,16 +212,15 @@ def _placed(
     valid = valid & (positions >= 0)
     positions = torch.where(valid, positions, 0)
     slot_mapping = slot_of(batch.block_tables, request, positions, block_size)
-    return Batch(
+    return replace(
+        batch,
         input_ids=positions,
         positions=positions,
         query_start=query_start,
         seq_lens=seq_lens,
         slot_mapping=torch.where(valid, slot_mapping, NULL_BLOCK * block_size),
-        block_tables=batch.block_tables,
         logits_indices=query_start[1:] - 1,
         cu_num_logits=torch.arange(len(query_start), device=positions.device),
-        request_slots=batch.request_slots,
         row_valid=valid,
         groups=tuple(
             attention_group(index, positions, group.block_tables, block_size)

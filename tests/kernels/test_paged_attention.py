@@ -116,3 +116,52 @@ def test_cuda_equals_cpu(dtype):
     expected = paged_attention(query.float(), keys.float(), values.float(), groups, 0.125)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu().float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim", "value_dim", "dtype"),
+    [
+        (6, 2, 8, 8, torch.float32),
+        (3, 3, 5, 7, torch.float32),
+        (9, 3, 64, 64, torch.float32),
+        (4, 1, 16, 16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_kernel_equals_the_reference(
+    case, num_heads, num_kv_heads, dim, value_dim, dtype, block_size
+):
+    """In the interpreter without a GPU, on one where there is one."""
+    from specdec.kernels.paged_attention import kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(200, generator=generator).add(1).tolist()
+    steps = []
+    for length, start in sorted(CASES[case]):
+        count = -(-(start + length) // block_size) + 1
+        steps.append(tiny.Step([0] * length, start, [order.pop() for _ in range(count)]))
+    batch = tiny.make_batch(steps, block_size, device=device, num_padding=2)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    keys = random(201, block_size, num_kv_heads, dim)
+    values = random(201, block_size, num_kv_heads, value_dim)
+    query = random(batch.input_ids.numel(), num_heads, dim)
+    expected = paged_attention(query.float(), keys.float(), values.float(), batch.groups, 0.3)
+    out = kernel.paged_attention(
+        query,
+        keys,
+        values,
+        positions=batch.positions,
+        query_start=batch.query_start,
+        block_tables=batch.block_tables,
+        groups=[(len(steps) + 1, max(length for length, _ in CASES[case]))],
+        scale=0.3,
+    )
+    assert out.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    error = (out.float() - expected).norm() / expected.norm()
+    assert error < tolerance
