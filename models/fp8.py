@@ -28,12 +28,10 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) ->
     Args:
         scale: [..., ceil(O / block[0]), ceil(I / block[1])].
     """
-    rows, columns = block
-    out = weight.float()
-    factors = scale.float().repeat_interleave(columns, dim=-1)[..., : out.shape[-1]]
-    for index in range(factors.shape[-2]):
-        out[..., index * rows : (index + 1) * rows, :] *= factors[..., index : index + 1, :]
-    return out
+    factors = scale.float()
+    for dim, step in zip((-2, -1), block, strict=True):
+        factors = factors.repeat_interleave(step, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.float().mul_(factors)
 
 
 def dequantised(tensors: Readers, where: Path, settings: Mapping[str, Any]) -> Readers:
