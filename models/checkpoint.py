@@ -34,6 +34,9 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name][1]()
 
+    def __contains__(self, name: object) -> bool:  # a Mapping's own would read the tensor
+        return name in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

@@ -138,6 +138,7 @@ class Step(NamedTuple):
     start: int  # position of the first of them
     blocks: Sequence[int]  # its block table
     num_logits: int | None = None  # rows that want logits, the last ones; None: all
+    slot: int | None = None  # row of State; None: the step's place in the batch
 
 
 def make_batch(
@@ -205,7 +206,7 @@ def make_batch(
         block_tables=tensor(tables),
         logits_indices=tensor(logits),
         cu_num_logits=tensor(cu_logits),
-        request_slots=tensor(list(range(len(steps)))),
+        request_slots=tensor([i if s.slot is None else s.slot for i, s in enumerate(steps)]),
         row_valid=valid,
         groups=tuple(group(members) for _, members in sorted(groups.items(), reverse=True)),
     )
@@ -232,7 +233,7 @@ def prefill(
         live = [i for i, prompt in enumerate(prompts) if start < len(prompt)]
         stop = start + (chunk or max(map(len, prompts)))
         batch = make_batch(
-            [Step(prompts[i][start:stop], start, tables[i]) for i in live],
+            [Step(prompts[i][start:stop], start, tables[i], slot=i) for i in live],
             block_size,
             device=str(target.embed.device),
         )
