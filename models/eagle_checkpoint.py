@@ -158,8 +158,9 @@ def head_settings(config: EagleConfig) -> dict[str, Any]:
     settings = BLOCKS[axes.block].config_json(config.block)
     if config.family != "llama_eagle":  # published as a LlamaForCausalLM
         settings["architectures"] = [family.architecture]
-    if family.method == "mtp":
-        settings["num_hidden_layers"] = config.first_layer or settings["num_hidden_layers"]
+    if family.method == "mtp":  # the other numbers are the target's
+        settings.pop("layer_types", None)
+        settings["num_hidden_layers"] = config.first_layer or config.block.num_layers
         settings[family.count_keys[0]] = config.block.num_layers
     if family.method == "eagle3":
         settings |= {

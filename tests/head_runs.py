@@ -157,7 +157,9 @@ def record(
     """Runs an engine whose rounds keep 0, 1, .. K drafts in turn, and writes down what the head
     drafts after each of them: what it proposes is replaced by right and wrong tokens."""
     max_tokens = options.pop("max_tokens", 14)
-    plain = generate(tiny_engine(target, eos=(), **options), requests(prompts, max_tokens=max_tokens))
+    plain = generate(
+        tiny_engine(target, eos=(), **options), requests(prompts, max_tokens=max_tokens)
+    )
     texts = {tuple(p): [*p, *r.token_ids] for p, r in zip(prompts, plain, strict=True)}
     follow = scripted(texts, target.vocab_size, mixed)
     calls, seen = [], []
@@ -184,8 +186,8 @@ def record(
     engine = tiny_engine(target, draft, propose, greedy, k=k, eos=(), **options)
     results = generate(engine, requests(prompts, max_tokens=max_tokens))
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
-    kept = {r.accepted for result in results for r in result.rounds}
-    assert len(kept) > 1 or k == 0
+    kept = [r.accepted for result in results for r in result.rounds]
+    assert len(set(kept)) > 1 or len(kept) < 4
     return seen
 
 
