@@ -121,6 +121,22 @@ def whole_texts(config: DeltaNetConfig, mixer: DeltaNet, inputs: Tensor) -> Tens
     return gated_delta_chunked(*operands, new_states(config, len(inputs), inputs.device))[0]
 
 
+def packed_texts(
+    config: DeltaNetConfig, cu_seqlens: Tensor, max_len: int, mixer: DeltaNet, inputs: Tensor
+) -> Tensor:
+    """`whole_texts` of D texts laid end to end: inputs [T, n] -> [T, Hv, Dv].
+
+    Args:
+        cu_seqlens: [D + 1] where each text starts, from 0 to T.
+        max_len: the longest text.
+    """
+    starts, lengths = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None]
+    offset = torch.arange(max_len, device=inputs.device)
+    inside = offset < lengths  # [D, L]
+    out = whole_texts(config, mixer, inputs[torch.where(inside, starts + offset, 0)])
+    return out[inside]  # texts are consecutive, so this is row order
+
+
 def new_states(config: DeltaNetConfig, num_slots: int, device: torch.device | str) -> Tensor:
     """Zeroed states [S, Hv, Dk, Dv] fp32."""
     shape = (num_slots, config.num_value_heads, config.key_dim, config.value_dim)

@@ -26,14 +26,7 @@ from specdec.models.decoder import (
 )
 from specdec.models.deltanet import DeltaNet, DeltaNetConfig, RecurrenceFn, delta_mixer
 from specdec.models.layers import Rotary, linear, pack
-from specdec.models.moe import (
-    Experts,
-    Mlp,
-    mlp,
-    pack_mlp,
-    run_experts,
-    softmax_routing,
-)
+from specdec.models.moe import Experts, Mlp, mlp, pack_mlp, run_experts, softmax_routing
 from specdec.models.qwen3 import new_cache as new_paged_cache
 from specdec.models.rope import Rope, inv_freq
 
@@ -204,14 +197,16 @@ def dense_forward(
     input_ids: Tensor,
     attention: AttentionFn,
     recurrence: RecurrenceFn,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """Whole texts without a cache: ids [B, S] -> hidden [B, S, H] after the final norm.
+    """Whole texts without a cache: ids [..., S] -> hidden [..., S, H] after the final norm.
 
-    `decoder.causal_attention` and `deltanet.whole_texts` are the functions for texts of one length;
-    both have gradients.
+    For texts [B, S], `decoder.causal_attention` and `deltanet.whole_texts` are the functions; for
+    texts laid end to end, with their `positions` [S], `deltanet.packed_texts`. All have gradients.
     """
     hidden = F.embedding(input_ids, params.embed)
-    positions = torch.arange(input_ids.shape[-1], device=hidden.device)
+    if positions is None:
+        positions = torch.arange(input_ids.shape[-1], device=hidden.device)
     freq = inv_freq(config.rope, config.rotary_dim, hidden.device)
     rotation = layers.rotary(freq, positions, hidden.dtype, config.rope.attention_factor)
     blocks = [

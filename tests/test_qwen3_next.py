@@ -1,17 +1,23 @@
 """Qwen3-Next and dense Qwen3.5 against transformers: whole, chunked, and in verify-shaped steps."""
 
+from functools import partial
+
 import pytest
 import tiny
 import tiny_qwen3_next as tiny_next
 import torch
+import torch.nn.functional as F
 from tiny_qwen3_next import VARIANTS
 
 from specdec.models import deltanet
 from specdec.models.decoder import causal_attention
+from specdec.models.layers import map_tree, unpack
 from specdec.models.load import build_target, load_target
 from specdec.models.parts import read_layout, shapes_of
 from specdec.models.qwen3_next import dense_forward
 from specdec.models.qwen3_next_checkpoint import qwen3_next_config, qwen3_next_layout
+from specdec.training.attention import row_attention
+from specdec.training.packing import Row
 
 PROMPTS = [[7, 3, 60, 2, 9, 9, 41, 5, 1, 13, 22], [11], [(n * n) % 66 for n in range(75)]]
 
@@ -120,6 +126,39 @@ def test_dense_forward_equals_transformers(pair):
     future = set(PROMPTS[2][10:]) & set(PROMPTS[2][::-1][10:]) - set(ids[:, :10].flatten().tolist())
     assert gradient.norm() > 0
     assert all(gradient[token].norm() == 0 for token in future)
+
+
+def test_texts_end_to_end_equal_texts_apart():
+    """Packed rows, as training runs them, and their gradients."""
+    target = tiny_next.tiny_target(config=tiny_next.dense_settings())
+    config, texts = target.config, [PROMPTS[0], PROMPTS[1], PROMPTS[2][:30]]
+    apart = [tiny.prefill(target, [text], tiny.new_cache(target, 40, 4), 4)[0] for text in texts]
+    lengths = torch.tensor([len(text) for text in texts])
+    row = Row(
+        input_ids=torch.tensor([token for text in texts for token in text]),
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).int(),
+        max_len=int(lengths.max()),
+        labels=torch.empty(0),
+        num_tokens=int(lengths.sum()),
+        samples=(),
+    )
+    params = target.params._replace(embed=target.embed.clone().requires_grad_())
+    params = params._replace(layers=tuple(map_tree(unpack, layer) for layer in params.layers))
+    hidden = dense_forward(
+        params,
+        config,
+        row.input_ids,
+        partial(row_attention, row=row, scale=config.attention_scale),
+        partial(deltanet.packed_texts, config.delta, row.cu_seqlens, row.max_len),
+        row.positions,
+    )
+    for mine, text in zip(hidden.split(lengths.tolist()), apart, strict=True):
+        assert relative_error(mine, text) <= 1e-4
+    (gradient,) = torch.autograd.grad(hidden[-1].square().sum(), params.embed)
+    others = set(texts[0] + texts[1]) - set(texts[2])
+    assert gradient[texts[2]].norm() > 0
+    assert all(gradient[token].norm() == 0 for token in others)
 
 
 def plain_checkpoint(theirs, layout):
