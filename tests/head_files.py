@@ -170,7 +170,9 @@ def layer(prefix: str, c: Config, *, input_norm: bool = True, width: int = 1) ->
     if c.get("num_experts"):
         shapes |= experts(f"{prefix}mlp.", c, c["num_experts"])
         if "shared_expert_intermediate_size" in c:
-            shapes |= mlp(f"{prefix}mlp.shared_expert.", hidden, c["shared_expert_intermediate_size"])
+            shapes |= mlp(
+                f"{prefix}mlp.shared_expert.", hidden, c["shared_expert_intermediate_size"]
+            )
             shapes[f"{prefix}mlp.shared_expert_gate.weight"] = (1, hidden)
         return shapes
     return shapes | mlp(f"{prefix}mlp.", hidden, c["intermediate_size"])

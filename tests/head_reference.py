@@ -75,8 +75,7 @@ def gated_attention(w: State, config: Config, x: Tensor) -> Tensor:
     query = norm(query, w["self_attn.q_norm.weight"], eps, 1.0)
     key = norm(key, w["self_attn.k_norm.weight"], eps, 1.0)
     query, key = (
-        torch.cat((rope(t[..., :part], theta(config)), t[..., part:]), dim=-1)
-        for t in (query, key)
+        torch.cat((rope(t[..., :part], theta(config)), t[..., part:]), dim=-1) for t in (query, key)
     )
     out = attend(query, key, value, size**-0.5) * gate.flatten(-2).sigmoid()
     return out @ w["self_attn.o_proj.weight"].T
@@ -130,9 +129,7 @@ def experts_by_group(w: State, config: Config, x: Tensor) -> Tensor:
     for row in x:
         scores = (w["mlp.gate.weight"] @ row).sigmoid()
         biased = (scores + w["mlp.gate.e_score_correction_bias"]).tolist()
-        rank = [
-            sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(groups)
-        ]
+        rank = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
         best = sorted(range(groups), key=lambda g: -rank[g])[: config["topk_group"]]
         allowed = [e for e in range(count) if e // size in best]
         chosen = sorted(allowed, key=lambda e: -biased[e])[: config["num_experts_per_tok"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import head_files as files
@@ -155,20 +155,27 @@ def record(
     target: Target, draft: Draft, k: int, *, prompts: Sequence[list[int]] = PROMPTS, **options: Any
 ) -> list[Drafted]:
     """Runs an engine whose rounds keep 0, 1, .. K drafts in turn, and writes down what the head
-    drafts after each of them: what it proposes is replaced by right and wrong tokens."""
-    max_tokens = options.pop("max_tokens", 14)
+    drafts after each of them: what it proposes is replaced by right and wrong tokens.
+
+    Args:
+        counts: how many to draft in each step, in turn, instead of always k.
+        watch: called with the engine at the end.
+    """
+    max_tokens, counts = options.pop("max_tokens", 14), options.pop("counts", [k])
+    watch = options.pop("watch", lambda engine: None)
     plain = generate(
         tiny_engine(target, eos=(), **options), requests(prompts, max_tokens=max_tokens)
     )
     texts = {tuple(p): [*p, *r.token_ids] for p, r in zip(prompts, plain, strict=True)}
     follow = scripted(texts, target.vocab_size, mixed)
-    calls, seen = [], []
+    calls, seen, steps = [], [], count()
 
     def logits(hidden: Tensor, step: int) -> Tensor:
         calls.append(draft.logits(hidden, step))
         return calls[-1]
 
     def propose(state, batch, committed, out, model, *, num_draft_tokens, **keywords):
+        num_draft_tokens = min(num_draft_tokens, counts[next(steps) % len(counts)])
         calls.clear()
         listening = Model(draft._replace(logits=logits), model.cache)
         own = autoregressive(
@@ -186,6 +193,7 @@ def record(
     engine = tiny_engine(target, draft, propose, greedy, k=k, eos=(), **options)
     results = generate(engine, requests(prompts, max_tokens=max_tokens))
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    watch(engine)
     kept = [r.accepted for result in results for r in result.rounds]
     assert len(set(kept)) > 1 or len(kept) < 4
     return seen
@@ -207,6 +215,3 @@ def check(pair: Pair, drafted: Drafted, tolerance: float = 1e-4) -> None:
     for step, (ours, theirs) in enumerate(zip(drafted.logits, expected, strict=True)):
         error = (ours.double() - theirs).norm() / theirs.norm()
         assert error <= tolerance, f"draft step {step} after {len(drafted.text)} ids: {error:.2e}"
-
-
-greedy_heads = partial(tiny_engine, propose=autoregressive, verify=greedy)
