@@ -1,5 +1,6 @@
 """Loading keeps one copy of the weights: each tensor is read, converted and packed in turn."""
 
+import os
 import subprocess
 import sys
 
@@ -95,9 +96,10 @@ def test_peak_is_near_the_weights(model, tmp_path):
     assert len(list(folder.glob("*.safetensors"))) >= 3
     warm = tiny.write_target(tmp_path / "warm")
     script = MEASURE.format(warm=str(warm), folder=str(folder), dtype="float32")
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
+    # freed tensors go back at once, so that what is counted is what is in use
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     before, peak, after = map(float, run.stdout.split()[-3:])
     assert after - before > 0.9 * size
-    assert peak - before < 1.3 * size
+    assert peak - before < 1.2 * size
