@@ -218,7 +218,10 @@ def load_models(cfg: DictConfig, *, uses_draft: bool | None) -> Models:
     target = _target(*target_key)
     draft = None
     if uses_draft is not False and cfg.draft.path is not None:
-        draft = _draft(target_key, tuple(sorted(plain(cfg.draft).items())))
+        keywords = plain(cfg.draft)
+        changed = {name: value for name, value in keywords["axes"].items() if value is not None}
+        keywords["axes"] = tuple(changed.items())
+        draft = _draft(target_key, tuple(sorted(keywords.items())))
     tokenizer = _tokenizer(cfg.target.path)
     gc.freeze()  # a full collection over imported modules would stall steps of many requests
     return Models(target, draft, tokenizer, _eos_ids(cfg.target.path), device, dtype)
@@ -233,7 +236,7 @@ def _target(path: str, device: torch.device, dtype: torch.dtype, family: str | N
 def _draft(target_key: tuple, keywords: tuple[tuple[str, Any], ...]) -> Draft:
     _, device, dtype, _ = target_key
     options = dict(keywords)
-    path = options.pop("path")
+    path, options["axes"] = options.pop("path"), dict(options["axes"])
     check_same_tokenizer(target_key[0], path)
     return load_draft(path, _target(*target_key), device=device, dtype=dtype, **options)
 

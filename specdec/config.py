@@ -18,8 +18,29 @@ class TargetConfig:
 
 
 @dataclass
+class AxesConfig:
+    """Changes to the row of axes of the draft head's family (`specdec.models.axes`)."""
+
+    fusion: str | None = None
+    block: str | None = None
+    residual: str | None = None
+    position0_embedding: str | None = None
+    depth_rule: str | None = None
+    depth_owns: str | None = None
+    first_input_norm: bool | None = None
+    final_norm: bool | None = None
+    recycle: str | None = None
+    embed: str | None = None
+    lm_head: str | None = None
+    input_features: str | None = None
+    aux_norm: str | None = None
+
+
+@dataclass
 class DraftConfig:
     path: str | None = None  # null: no draft head
+    family: str | None = None  # null: from the checkpoint's own config
+    axes: AxesConfig = field(default_factory=AxesConfig)  # null: as in the family's row
     logits_from: str = "shared"
     num_draft_rows: int | None = None
 
