@@ -11,6 +11,7 @@ from specdec.sampling import (
     make_dist,
     prob_of,
     process_logits,
+    race_winners,
     row_distribution,
     row_requests,
     target_probs,
@@ -108,6 +109,7 @@ def test_rows_that_are_not_finite(temperature, all_greedy):
     assert dist.argmax[:4].tolist() == [INVALID_TOKEN_ID] * 4
     probs = target_probs(dist)
     assert probs[:4].abs().max() == 0
+    assert dist.cutoff[:4].tolist() == [torch.inf] * 4
     assert torch.equal(probs[4:], target_probs(good)[4:])
     assert torch.equal(dist.argmax[4:], clean.argmax(-1)[4:])
 
@@ -129,6 +131,15 @@ def test_greedy_takes_the_lowest_id_of_a_tie(dtype):
         assert dist.argmax.tolist() == [7, 1998, 0]
         assert target_probs(dist).sum(-1).tolist() == [1.0, 1.0, 1.0]
         assert target_probs(dist).argmax(-1).tolist() == [7, 1998, 0]
+
+
+def test_a_lost_race_never_goes_to_a_filtered_id():
+    """Draws of +inf lose to finite ones; where all kept ids drew it, the lowest of them wins."""
+    logits = torch.tensor([[1.0, 9.0, 8.0, 7.0]] * 3)
+    dist = dist_of(logits, top_k=torch.tensor([3, 3, 3]))
+    inf = torch.inf
+    races = torch.tensor([[0.1, inf, 5.0, inf], [0.1, inf, inf, inf], [1e-9, 3.0, inf, 2.0]])
+    assert race_winners(logits, dist, races).tolist() == [2, 1, 1]
 
 
 def test_inputs_are_left_alone():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specdec.kernels.categorical.reference import BLOCK, categorical
+from specdec.kernels.categorical.reference import BLOCK, _first_past, categorical
 
 
 def grid(n):
@@ -54,6 +54,14 @@ def test_extreme_uniforms_stay_on_positive_ids():
     for uniform in (0.0, 1 - 2.0**-24):
         drawn = categorical(weights, torch.full((20,), uniform))
         assert bool((weights.gather(1, drawn[:, None]) > 0).all())
+
+
+def test_rounded_sums_never_expose_an_id_of_weight_zero():
+    """A scan may round a sum above its successor's, and a quantile may reach the last sum."""
+    weights = torch.tensor([[0.5, 0.0, 0.5, 0.0]])
+    cumulative = torch.tensor([[0.5, 0.5 + 2.0**-24, 1.0, 1.0]])
+    drawn = [int(_first_past(torch.tensor([q]), cumulative, weights)) for q in (0.4, 0.5, 1.0)]
+    assert drawn == [0, 2, 2]
 
 
 def test_all_zero_weights_give_an_id_in_range():
