@@ -34,6 +34,12 @@ from specdec.models.head import EagleConfig, EagleHead, head_layout, repeated_na
 from specdec.models.moe import has_fused_experts
 from specdec.models.parts import check_layout, named_tensors, parts_of, read_layout
 
+SPELLINGS = (
+    ("midlayer.", "layers.0."),  # yuhuili/EAGLE3-*
+    ("transformer.", "layers.0."),  # vllm-project/speculators, Eagle
+    ("fusion_fc.", "fc."),
+)
+
 __all__ = ["eagle_config", "read_head", "read_target_rows", "save_head", "save_target_rows"]
 
 
@@ -47,12 +53,15 @@ def eagle_config(settings: Mapping[str, Any], family: str, axes: HeadAxes) -> Ea
 
 
 def plain_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Names without `model.`, and `midlayer.` (Eagle-3's word) as `layers.0.`."""
+    """The names of Eagle heads in one spelling: without `model.`, other words as `SPELLINGS` has
+    them."""
 
     def plain(name: str) -> str:
         name = name.removeprefix("model.")
-        rest = name.removeprefix("midlayer.")
-        return name if rest == name else f"layers.0.{rest}"
+        for other, own in SPELLINGS:
+            if name.startswith(other):
+                return own + name.removeprefix(other)
+        return name
 
     return checkpoint.renamed(plain)
 
@@ -131,6 +140,11 @@ def save_head(
     if d2t is not None:
         stored["d2t"] = d2t.cpu() - torch.arange(d2t.numel())
         settings["draft_vocab_size"] = d2t.numel()
+    if FAMILIES[config.family].method == "eagle3":
+        stored = {_first_as_midlayer(name): tensor for name, tensor in stored.items()}
+        if d2t is not None:
+            marked = torch.zeros(config.block.vocab_size, dtype=torch.bool)
+            stored["t2d"] = marked.index_fill(0, d2t.cpu(), True)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(stored, folder / SINGLE, metadata={"format": "pt"})
@@ -172,6 +186,11 @@ def head_settings(config: EagleConfig) -> dict[str, Any]:
             "fc_norm": axes.aux_norm == "each",
         }
     return settings
+
+
+def _first_as_midlayer(name: str) -> str:
+    rest = name.removeprefix("layers.0.")
+    return name if rest == name else f"midlayer.{rest}"
 
 
 def _check_repeated(checkpoint: Checkpoint, names: list[str], target: Target) -> None:

@@ -18,7 +18,7 @@ from specdec.models.fp8 import dequantised
 from specdec.models.heads import detect_head, read_draft
 from specdec.models.layers import map_tree, tree_leaves, unpack
 from specdec.models.llama_checkpoint import llama_config
-from specdec.models.load import load_draft
+from specdec.models.load import load_draft, open_checkpoint
 from specdec.models.rope import inv_freq
 
 
@@ -143,19 +143,44 @@ def test_a_head_is_written_as_it_was_read(name, tmp_path):
     assert again.config == pair.draft.config
     for ours, theirs in zip(tree_leaves(again.params), tree_leaves(tree), strict=True):
         assert torch.equal(unpack(ours), theirs)
-    written = set(tiny_names(tmp_path))
-    spelled = {n.replace("midlayer.", "layers.0.") for n in pair.head_state} - {"t2d"}
-    repeated = {n for n in spelled if n.endswith(("shared_head.head.weight",))} | {
-        n for n in spelled if n.startswith("model.layers") and n.endswith("embed_tokens.weight")
+    repeated = {
+        n
+        for n in pair.head_state
+        if n.startswith("model.layers.") and n.endswith(("embed_tokens.weight", "head.head.weight"))
     }
-    assert written == spelled - repeated
+    assert set(open_checkpoint(tmp_path)) == set(pair.head_state) - repeated
     assert settings["hidden_size"] == case.head["hidden_size"]
+    if "t2d" in pair.head_state:
+        stored = open_checkpoint(tmp_path)
+        assert all(torch.equal(stored[n], pair.head_state[n]) for n in ("d2t", "t2d"))
 
 
-def tiny_names(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
+def test_an_eagle_head_in_the_speculators_layout(llama):
+    """fusion_fc and transformer.* instead of fc and layers.0.*, its settings one level down."""
+    case = HEADS["llama_eagle"]
+    state = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+        for name, tensor in head_runs.head_state(case).items()
+    }
+    state["fusion_fc.bias"] = torch.full((32,), 0.5)
+    settings = {
+        "architectures": ["EagleSpeculator"],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle",
+        "fusion_bias": True,
+        "layernorms": False,
+        "transformer_layer_config": case.head,
+    }
+    checkpoint = files.checkpoint(state)
+    assert detect_head(settings, checkpoint) == "llama_eagle"
+    draft = read_draft(checkpoint, settings, llama)
+    assert torch.equal(draft.params.fc_bias, state["fusion_fc.bias"])
+    state["embedding_layernorm.weight"] = torch.ones(32)
+    tiny.one_line_error(
+        lambda: read_draft(files.checkpoint(state), settings, llama),
+        CheckpointError,
+        "unknown tensors: embedding_layernorm.weight",
+    )
 
 
 class Listening(Checkpoint):

@@ -123,11 +123,12 @@ def ingest(
         recycles at its last final row [R, H].
     """
     model, cache = draft
-    slots = batch.request_slots
-    request = row_requests(batch)
-    is_first = torch.arange(len(ids), device=ids.device) == batch.query_start[request]
     out = model.forward(ids, hidden, batch, cache, 0)
     for_logits, last = out.for_logits[last_rows], [out.recycle[last_rows]]
+    if model.num_depths == 1:
+        return for_logits, last
+    slots, request = batch.request_slots, row_requests(batch)
+    is_first = torch.arange(len(ids), device=ids.device) == batch.query_start[request]
     for depth in range(1, model.num_depths):
         carried = cache.carry[depth - 1, slots]
         moved = _moved_back(batch, request, depth)
