@@ -5,13 +5,13 @@ prepare -> target.forward -> process_logits -> verify -> postprocess -> propose 
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.keys import Keys
-from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Cache, Draft, Target
+from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Draft, Target
 from specdec.sampling import process_logits
 from specdec.state import (
     PLACEHOLDER_TOKEN_ID,
@@ -33,18 +33,21 @@ class Stages(NamedTuple):
     propose: Callable
 
 
-class Model(NamedTuple):
+M = TypeVar("M", Target, Draft)
+
+
+class Model(NamedTuple, Generic[M]):
     """A target or a draft with the cache it writes."""
 
-    model: Target | Draft
-    cache: Cache
+    model: M
+    cache: Any
 
 
 def decode_step(
     state: State,
     plan: Plan,
-    target: Model,
-    draft: Model | None,
+    target: Model[Target],
+    draft: Model[Draft] | None,
     stages: Stages,
     block_size: int,
     kernels: str = "torch",
@@ -257,7 +260,7 @@ def attention_group(
     return AttentionGroup(query_index, block_tables, mask)
 
 
-def pending_drafts(state: State, batch: Batch, draft: Model | None) -> Drafts:
+def pending_drafts(state: State, batch: Batch, draft: Model[Draft] | None) -> Drafts:
     """The drafts that this step's rows verify, with q where it was kept."""
     slots = batch.request_slots
     q = None

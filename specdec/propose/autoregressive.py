@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.keys import Keys
-from specdec.models.batch import NULL_BLOCK, Batch, TargetOutput
+from specdec.models.batch import NULL_BLOCK, Batch, Draft, TargetOutput
 from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
 from specdec.sampling import DraftSample, sample_draft
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
@@ -19,7 +19,7 @@ def autoregressive(
     batch: Batch,
     committed: Committed,
     out: TargetOutput,
-    draft: Model,
+    draft: Model[Draft],
     *,
     num_draft_tokens: int,
     draft_sampling: str = "greedy",
@@ -101,7 +101,7 @@ def autoregressive(
 
 
 def ingest(
-    draft: Model, ids: Tensor, hidden: Tensor, batch: Batch, last_rows: Tensor
+    draft: Model[Draft], ids: Tensor, hidden: Tensor, batch: Batch, last_rows: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Every layer over the newly committed rows, so that no layer's cache has holes.
 
