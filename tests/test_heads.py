@@ -3,6 +3,10 @@
 import head_runs
 import pytest
 from head_runs import HEADS
+from running import requests, tiny_engine
+
+from specdec.engine import generate
+from specdec.propose.autoregressive import autoregressive
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -41,3 +45,14 @@ def test_contested_stages_of_deepseek(name, axes, straight):
     pair = head_runs.load(HEADS[name], axes=axes, straight=straight)
     for drafted in head_runs.record(pair.target, pair.draft, 3, max_tokens=6)[-3:]:
         head_runs.check(pair, drafted)
+
+
+@pytest.mark.parametrize("name", ["llama_eagle_2_layers", "qwen3_eagle", "qwen3_moe_eagle"])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_speculation_equals_plain_decoding(name, batch):
+    """The Eagle heads; Eagle-3 and MTP heads in their own files."""
+    pair = head_runs.load(HEADS[name])
+    asked = requests([*head_runs.PROMPTS, [50, 60, 70], [4] * 9], max_tokens=12)
+    plain = generate(tiny_engine(pair.target, max_num_seqs=batch), asked)
+    engine = tiny_engine(pair.target, pair.draft, autoregressive, max_num_seqs=batch)
+    assert [r.token_ids for r in generate(engine, asked)] == [r.token_ids for r in plain]
