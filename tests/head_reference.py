@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus  # noqa: F401
+from torch.nn.functional import silu
 
 State = dict[str, Tensor]
 Config = dict[str, Any]
