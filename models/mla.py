@@ -69,7 +69,7 @@ def latent_attention(
 def latent_attentions(
     config: Any, batch: Batch, cache: Cache, dtype: torch.dtype
 ) -> list[AttentionFn]:
-    """Attention over paged latents, for each layer of the cache."""
+    """Attention over paged latents, for each layer of the cache; in plain torch on every device."""
     groups = fold_groups(batch.groups, len(batch.input_ids), config.num_heads, 1, dtype)
     return [
         partial(
