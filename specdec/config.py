@@ -128,7 +128,6 @@ class LoggerConfig(StageConfig):
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    _target_: str = "specdec.experiments.loggers.wandb_run"
     project: str = "specdec"
     entity: str | None = None
     mode: str | None = None  # null: WANDB_MODE, else online with a key, else offline
