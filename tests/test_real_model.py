@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct and its shipped head: greedy output equals transformers' greedy decoding."""
+"""SmolLM2-135M-Instruct with its shipped head: greedy output equals that of transformers."""
 
 import os
 from pathlib import Path

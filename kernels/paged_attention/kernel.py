@@ -7,6 +7,7 @@ queries x keys exists in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -134,7 +135,8 @@ def paged_attention(
         lines = max_query * repeats
         rows = max(16, min(64, triton.next_power_of_2(lines)))
         grid = (num_requests, num_kv_heads, triton.cdiv(lines, rows))
-        _paged_attention[grid](
+        launch: Any = _paged_attention[grid]
+        launch(
             query,
             key_cache,
             value_cache,

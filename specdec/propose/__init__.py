@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def proposer(*, uses_draft: bool) -> Callable[[Callable], Callable]:
     A function that declares nothing gets the model where one is configured, else None.
     """
 
-    def declare(function: Callable) -> Callable:
+    def declare(function: Any) -> Any:
         function.uses_draft = uses_draft
         return function
 
