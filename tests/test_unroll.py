@@ -122,7 +122,9 @@ def test_unroll_in_half_precision_on_a_gpu(tmp_path):
     row = packed(tmp_path, random_texts([40, 7, 90, 33]), 180)
     on_cpu = tiny_target()
     wanted = eagle_head(on_cpu, seed=1)
-    params = {name: p.requires_grad_() for name, p in wanted.params.items()}
+    noise = torch.Generator().manual_seed(2)  # a new head's zero matrices would hide gradients
+    start = {n: p + 0.1 * torch.randn(p.shape, generator=noise) for n, p in wanted.params.items()}
+    params = {name: p.clone().requires_grad_() for name, p in start.items()}
     features = target_hidden(on_cpu, row)
     expected = wanted.unroll(params, features, row, STEPS)
     gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
@@ -131,7 +133,7 @@ def test_unroll_in_half_precision_on_a_gpu(tmp_path):
     device = torch.device("cuda")
     on_gpu = tiny_target(device="cuda", dtype=torch.bfloat16)
     head = eagle_head(on_gpu, seed=1)
-    gpu_params = {name: p.requires_grad_() for name, p in head.params.items()}
+    gpu_params = {name: p.to(device).requires_grad_() for name, p in start.items()}
     gpu_row = to_device(row, device)
     gpu_features = target_hidden(on_gpu, gpu_row)
     actual = head.unroll(gpu_params, gpu_features, gpu_row, STEPS)
@@ -143,4 +145,5 @@ def test_unroll_in_half_precision_on_a_gpu(tmp_path):
     assert error(gpu_features, features) < 0.05
     assert error(actual, expected) < 0.05
     for name, p in params.items():
+        assert p.grad.norm() > 0, name
         assert error(gpu_params[name].grad, p.grad) < 0.1, name
