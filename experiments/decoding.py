@@ -69,7 +69,8 @@ def decode_prompts(
     for turn in range(max(len(p.turns) for p in prompts.prompts)):
         tasks = turn_tasks(cfg, models, prompts, turn, answers)
         requests = [task.request for task in tasks]
-        engines = [_engine(cfg, models, stages, requests) for stages in (bound, baseline) if stages]
+        contenders = [stages for stages in (bound, baseline) if stages]
+        engines = [warm_engine(cfg, models, stages, requests) for stages in contenders]
         results, taken = interleave(engines, requests, advance)
         seconds += taken[0]
         if baseline is not None:
@@ -90,9 +91,10 @@ def decode_prompts(
     return Decoded(outputs, texts, seconds, baseline_tokens, baseline_seconds)
 
 
-def _engine(
+def warm_engine(
     cfg: DictConfig, models: Models, stages: BoundStages, requests: Sequence[Request]
 ) -> Engine:
+    """An engine sized for the requests, its first calls behind it."""
     longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
     engine = build_engine(cfg, models, stages, longest=longest, num_requests=len(requests))
     warm_up(engine, requests[0])
