@@ -28,24 +28,17 @@ class Keys(NamedTuple):
     round_start: Tensor  # [R] int64
 
 
-def _counters(keys: Keys, purpose: Purpose, offset: Tensor | int, node: Tensor | int):
-    device = keys.seeds.device
-    offset = torch.as_tensor(offset, device=device, dtype=torch.int64)
-    node = torch.as_tensor(node, device=device, dtype=torch.int64)
-    return offset + (node << 16), torch.as_tensor(int(purpose), device=device)
-
-
 def uniform(keys: Keys, purpose: Purpose, offset: Tensor | int, node: Tensor | int = 0) -> Tensor:
     """One fp32 uniform in [0, 1) a request, or a row of them.
 
     Args:
         offset: draft index in the round: an int or [R] gives [R]; [1, K] or [R, K] gives [R, K].
     """
-    c2, c3 = _counters(keys, purpose, offset, node)
+    counter = offset + (node << 16)  # integers stay on the host: nothing is copied for them
     seeds, start = keys.seeds, keys.round_start
-    if c2.dim() == 2:
+    if isinstance(counter, Tensor) and counter.dim() == 2:
         seeds, start = seeds[:, None], start[:, None]
-    return to_uniform(philox(seeds, torch.zeros_like(start), start, c2, c3)[0])
+    return to_uniform(philox(seeds, 0, start, counter, int(purpose))[0])
 
 
 def exponential(
@@ -55,12 +48,13 @@ def exponential(
 
     `argmin(e / p)`, or `argmax(log p - log e)`, is a draw from p (Gumbel-max in another form).
     """
-    c2, c3 = _counters(keys, purpose, offset, node)
+    counter = offset + (node << 16)
+    if isinstance(counter, Tensor) and counter.dim() == 1:
+        counter = counter[:, None]
     seeds, start = keys.seeds[:, None], keys.round_start[:, None]
-    c2 = c2[:, None] if c2.dim() == 1 else c2
     blocks = torch.arange((num_lanes + 3) // 4, device=seeds.device)[None, :]
-    words = torch.stack(philox(seeds, blocks, start, c2, c3), dim=-1)  # [R, blocks, 4]
-    return to_exponential(words.flatten(1)[:, :num_lanes])
+    words = torch.stack(philox(seeds, blocks, start, counter, int(purpose)), dim=-1)
+    return to_exponential(words.flatten(1)[:, :num_lanes])  # of [R, blocks, 4]
 
 
 def target_exponential(seeds: Tensor, positions: Tensor, num_lanes: int) -> Tensor:

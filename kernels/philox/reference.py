@@ -12,13 +12,13 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(
-    seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    seed: Tensor, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int
+) -> tuple[Tensor, ...]:
     """Four 32-bit words for each key and counter.
 
     Args:
         seed: int64, any shape broadcastable with the counters; its 64 bits are the key.
-        c0, c1, c2, c3: int64 counter words in [0, 2^32), broadcastable.
+        c0, c1, c2, c3: int64 counter words in [0, 2^32), broadcastable; integers are taken too.
 
     Returns:
         Four int64 tensors of the broadcast shape, values in [0, 2^32).
