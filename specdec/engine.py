@@ -12,9 +12,9 @@ import torch
 from specdec.cache import BlockPool, blocks_for
 from specdec.errors import ConfigError, RequestError
 from specdec.models.batch import NULL_BLOCK, Draft, Target
-from specdec.schedule import Limits, Request, Requests, Sequence
-from specdec.state import FinishReason, Plan
-from specdec.step import Model, Stages, apply_plan_, decode_step, new_state
+from specdec.schedule import Limits, Request, Requests, Sequence, check_plan
+from specdec.state import FinishReason, Plan, apply_plan_, new_state
+from specdec.step import Model, Stages, decode_step
 from specdec.verify import traits_of
 
 logger = logging.getLogger(__name__)
@@ -88,17 +88,18 @@ class Engine:
             )
         if draft is not None and draft.aux_layers:
             target = _with_streams(target, draft)
-        weight = target.lm_head
+        device = target.lm_head.device
         wants_q = traits_of(stages.verify).wants_draft_probs and draft_sampling == "sample"
+        q_row = _logits_row(draft, target) if draft is not None and wants_q else None
         self.state = new_state(
             limits.max_num_seqs,
             limits.max_model_len,
             limits.max_draft_tokens,
             limits.block_size,
             eos_token_ids,
-            _logits_width(draft, weight) if draft is not None and wants_q else 0,
-            weight.dtype,
-            weight.device,
+            0 if q_row is None else len(q_row),
+            target.lm_head.dtype if q_row is None else q_row.dtype,
+            device,
         )
         shape = limits.cache_shape
         self.target = Model(target, target.new_cache(shape))
@@ -163,9 +164,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Plan, run and read back one step."""
+        """Plan, run and read back one step.
+
+        Raises:
+            ConfigError: the schedule's plan does not fit the books, which are left as they were.
+        """
         requests = Requests(self.running, self.waiting, self.free_slots, self.pool.free)
         plan = self.stages.schedule(requests, self.limits)
+        check_plan(plan, requests)
         self._book_(plan)
         if not plan.slots:
             return []
@@ -191,18 +197,19 @@ class Engine:
         return self._collect_(plan, packed.tolist())
 
     def _book_(self, plan: Plan) -> None:
-        """Carry the plan out in the host's books."""
-        blocks = self.pool.take_(len(plan.new_blocks))
+        """Carry a plan that `check_plan` passed out in the host's books."""
         for admission in plan.admissions:
             sequence = self.waiting.popleft()
-            sequence.slot = self.free_slots.pop()
-            assert sequence.slot == admission.slot
+            sequence.slot = admission.slot
+            sequence.num_prefill = len(sequence.token_ids)
+            self.free_slots.pop()
             self.running.append(sequence)
         by_slot = {s.slot: s for s in self.running}
+        blocks = self.pool.take_(len(plan.new_blocks))
         for (slot, _, _), block in zip(plan.new_blocks, blocks, strict=True):
             by_slot[slot].blocks.append(block)
-        for slot in plan.preempted:
-            sequence = by_slot[slot]
+        # the youngest first, so that the oldest is at the head of the queue
+        for sequence in [s for s in reversed(self.running) if s.slot in plan.preempted]:
             self._release_(sequence)
             sequence.num_computed = sequence.num_drafts = 0
             self.waiting.appendleft(sequence)
@@ -229,8 +236,7 @@ class Engine:
             if not num_logits:
                 sequence.num_computed = computed
                 continue
-            # A prefill ends in a step that recomputed prompt tokens: its token is no verify round.
-            is_round = len(sequence.token_ids) - sequence.num_computed == 1
+            is_round = sequence.is_decoding
             tokens = tuple(row[:kept])
             sequence.token_ids.extend(tokens)
             sequence.num_computed, sequence.num_drafts = computed, num_drafts
@@ -253,8 +259,9 @@ def _with_streams(target: Target, draft: Draft) -> Target:
     return target.capture(draft.aux_layers)
 
 
-def _logits_width(draft: Draft, weight: torch.Tensor) -> int:
-    return draft.logits(weight.new_zeros(1, weight.shape[1]), 0).shape[1]
+def _logits_row(draft: Draft, target: Target) -> torch.Tensor:
+    """What one row of the draft's logits looks like, [V_draft]: q is kept as it was drawn from."""
+    return draft.logits(target.lm_head.new_zeros(1, target.lm_head.shape[1]), 0)[0]
 
 
 def generate(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.cache import blocks_for
+from specdec.errors import ConfigError
 from specdec.models.batch import CacheShape
 from specdec.state import GREEDY_EPSILON, Admission, Plan
 
@@ -61,9 +62,15 @@ class Sequence:
     max_len: int
     token_ids: list[int]
     num_computed: int = 0
+    num_prefill: int = 0  # rows before decoding: prompt, and output from before a preemption
     num_drafts: int = 0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step is a verify round, with or without drafts."""
+        return self.num_computed >= self.num_prefill
 
     @property
     def num_pending(self) -> int:
@@ -119,11 +126,7 @@ def schedule(
         budget -= rows
         return True
 
-    decoding, prefilling = [], []
-    for sequence in requests.running:
-        is_decoding = len(sequence.token_ids) - sequence.num_computed == 1
-        (decoding if is_decoding else prefilling).append(sequence)
-    for sequence in decoding + prefilling:
+    for sequence in sorted(requests.running, key=lambda s: not s.is_decoding):
         pending = sequence.num_pending
         rows = min(pending, budget)
         whole = rows == pending or not sequence.num_drafts
@@ -159,6 +162,35 @@ def schedule(
         all_greedy=all(s.request.temperature < GREEDY_EPSILON for s, _, _ in scheduled),
         filters=any(_has_filters(s.request) for s, _, _ in scheduled),
     )
+
+
+def check_plan(plan: Plan, requests: Requests) -> None:
+    """Raises ConfigError where a plan names slots or blocks that the requests cannot have.
+
+    Slots and blocks are taken from the ends of the free lists, in order; a slot that runs is held
+    or admitted, and not preempted.
+    """
+    admitted = [admission.slot for admission in plan.admissions]
+    blocks = [block for _, _, block in plan.new_blocks]
+    for what, asked, free in (
+        ("slots", admitted, requests.free_slots),
+        ("blocks", blocks, requests.free_blocks),
+    ):
+        offered = list(free[max(0, len(free) - len(asked)) :][::-1])
+        if asked != offered:
+            raise ConfigError(f"the schedule takes the {what} {asked}; the free ones are {offered}")
+    if len(admitted) > len(requests.waiting):
+        raise ConfigError(
+            f"the schedule admits {len(admitted)} of {len(requests.waiting)} requests"
+        )
+    running = {sequence.slot for sequence in requests.running}
+    held = {*running, *admitted} - {*plan.preempted}
+    used = {*plan.slots, *(slot for slot, _, _ in plan.new_blocks)}
+    if not used <= held or not {*plan.preempted} <= running:
+        raise ConfigError(
+            f"the schedule runs slots {sorted(used)} and preempts {list(plan.preempted)}; "
+            f"held are {sorted(held)}"
+        )
 
 
 def _admission(sequence: Sequence, slot: int) -> Admission:

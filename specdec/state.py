@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from specdec.models.batch import VocabMap
+from specdec.models.batch import NULL_BLOCK, VocabMap
 
 PLACEHOLDER_TOKEN_ID = -1  # no draft here; always rejected without a read
 GREEDY_EPSILON = 1e-5  # temperatures below are greedy everywhere
@@ -168,3 +168,103 @@ def draft_slots(drafts: Drafts) -> Tensor:
     """[R, K] True where a draft is pending."""
     index = torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device)
     return index[None, :] < drafts.num_drafts[:, None]
+
+
+def new_state(
+    num_slots: int,
+    max_len: int,
+    max_draft_tokens: int,
+    block_size: int,
+    eos_token_ids: tuple[int, ...],
+    draft_vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> State:
+    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities."""
+
+    def ints(*shape: int, value: int = 0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int64, device=device)
+
+    def floats(*shape: int, value: float = 0.0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.float32, device=device)
+
+    slots, k = num_slots, max_draft_tokens
+    columns = -(-(max_len + 2 * k + 1) // block_size)
+    return State(
+        token_ids=ints(slots, max_len + k + 1),
+        prompt_len=ints(slots),
+        max_len=ints(slots),
+        num_tokens=ints(slots),
+        num_computed_tokens=ints(slots),
+        draft_token_ids=ints(slots, k, value=PLACEHOLDER_TOKEN_ID),
+        draft_is_delta=torch.ones(slots, k, dtype=torch.bool, device=device),
+        num_drafts=ints(slots),
+        q_logits=torch.zeros(slots, k, draft_vocab_size, dtype=dtype, device=device),
+        q_max=floats(slots, k),
+        q_cutoff=floats(slots, k, value=float("-inf")),
+        q_lse=floats(slots, k),
+        q_inv_temperature=floats(slots, value=1.0),
+        temperature=floats(slots),
+        top_k=ints(slots),
+        top_p=floats(slots, value=1.0),
+        min_p=floats(slots),
+        seeds=ints(slots),
+        ignore_eos=torch.zeros(slots, dtype=torch.bool, device=device),
+        block_tables=ints(slots, columns, value=NULL_BLOCK),
+        finish_reason=ints(slots),
+        generation=ints(slots),
+        eos_token_ids=torch.tensor(eos_token_ids, dtype=torch.int64, device=device),
+    )
+
+
+def apply_plan_(state: State, plan: Plan) -> None:
+    """Write what the plan brings into State: admitted requests, new blocks, preemptions."""
+    device = state.token_ids.device
+    if plan.preempted:
+        slots = upload(torch.tensor(plan.preempted), device)
+        state.num_drafts[slots] = 0
+        state.draft_token_ids[slots] = PLACEHOLDER_TOKEN_ID
+    if plan.admissions:
+        _admit_(state, plan)
+    if plan.new_blocks:
+        slots, columns, blocks = upload(torch.tensor(plan.new_blocks), device).unbind(1)
+        state.block_tables[slots, columns] = blocks
+
+
+def _admit_(state: State, plan: Plan) -> None:
+    device = state.token_ids.device
+    admitted = plan.admissions
+    slots = upload(torch.tensor([a.slot for a in admitted]), device)
+    lengths = [len(a.token_ids) for a in admitted]
+    ids = torch.nn.utils.rnn.pad_sequence([a.token_ids for a in admitted], batch_first=True)
+    state.token_ids[slots, : ids.shape[1]] = upload(ids, device)
+    integers = {
+        "prompt_len": [a.prompt_len for a in admitted],
+        "max_len": [a.max_len for a in admitted],
+        "num_tokens": lengths,
+        "top_k": [a.top_k for a in admitted],
+        "seeds": [a.seed for a in admitted],
+    }
+    floats = {
+        "temperature": [a.temperature for a in admitted],
+        "top_p": [a.top_p for a in admitted],
+        "min_p": [a.min_p for a in admitted],
+    }
+    for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
+        rows = upload(torch.tensor(list(names.values()), dtype=dtype), device)
+        for name, row in zip(names, rows, strict=True):
+            getattr(state, name)[slots] = row
+    state.ignore_eos[slots] = upload(torch.tensor([a.ignore_eos for a in admitted]), device)
+    state.num_computed_tokens[slots] = 0
+    state.num_drafts[slots] = 0
+    state.finish_reason[slots] = int(FinishReason.RUNNING)
+    state.generation[slots] += 1
+    # what the slot's former request left would be read, though masked: another's NaN is one here
+    state.block_tables[slots] = NULL_BLOCK
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor's copy on the device, which nothing waits for."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

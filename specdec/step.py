@@ -18,9 +18,9 @@ from specdec.state import (
     Committed,
     DraftDist,
     Drafts,
-    FinishReason,
     Plan,
     State,
+    upload,
 )
 
 
@@ -76,97 +76,6 @@ def decode_step(
     return committed, commit_(state, batch, committed, drafts)
 
 
-def new_state(
-    num_slots: int,
-    max_len: int,
-    max_draft_tokens: int,
-    block_size: int,
-    eos_token_ids: tuple[int, ...],
-    draft_vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> State:
-    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities."""
-
-    def ints(*shape: int, value: int = 0) -> Tensor:
-        return torch.full(shape, value, dtype=torch.int64, device=device)
-
-    def floats(*shape: int, value: float = 0.0) -> Tensor:
-        return torch.full(shape, value, dtype=torch.float32, device=device)
-
-    slots, k = num_slots, max_draft_tokens
-    columns = -(-(max_len + 2 * k + 1) // block_size)
-    return State(
-        token_ids=ints(slots, max_len + k + 1),
-        prompt_len=ints(slots),
-        max_len=ints(slots),
-        num_tokens=ints(slots),
-        num_computed_tokens=ints(slots),
-        draft_token_ids=ints(slots, k, value=PLACEHOLDER_TOKEN_ID),
-        draft_is_delta=torch.ones(slots, k, dtype=torch.bool, device=device),
-        num_drafts=ints(slots),
-        q_logits=torch.zeros(slots, k, draft_vocab_size, dtype=dtype, device=device),
-        q_max=floats(slots, k),
-        q_cutoff=floats(slots, k, value=float("-inf")),
-        q_lse=floats(slots, k),
-        q_inv_temperature=floats(slots, value=1.0),
-        temperature=floats(slots),
-        top_k=ints(slots),
-        top_p=floats(slots, value=1.0),
-        min_p=floats(slots),
-        seeds=ints(slots),
-        ignore_eos=torch.zeros(slots, dtype=torch.bool, device=device),
-        block_tables=ints(slots, columns, value=NULL_BLOCK),
-        finish_reason=ints(slots),
-        generation=ints(slots),
-        eos_token_ids=torch.tensor(eos_token_ids, dtype=torch.int64, device=device),
-    )
-
-
-def apply_plan_(state: State, plan: Plan) -> None:
-    """Write what the plan brings into State: admitted requests, new blocks, preemptions."""
-    device = state.token_ids.device
-    if plan.preempted:
-        slots = torch.tensor(plan.preempted, device=device)
-        state.num_drafts[slots] = 0
-        state.draft_token_ids[slots] = PLACEHOLDER_TOKEN_ID
-    if plan.admissions:
-        _admit_(state, plan)
-    if plan.new_blocks:
-        slots, columns, blocks = torch.tensor(plan.new_blocks, device=device).unbind(1)
-        state.block_tables[slots, columns] = blocks
-
-
-def _admit_(state: State, plan: Plan) -> None:
-    device = state.token_ids.device
-    admitted = plan.admissions
-    slots = torch.tensor([a.slot for a in admitted], device=device)
-    lengths = [len(a.token_ids) for a in admitted]
-    ids = torch.nn.utils.rnn.pad_sequence([a.token_ids for a in admitted], batch_first=True)
-    state.token_ids[slots, : ids.shape[1]] = ids.to(device)
-    integers = {
-        "prompt_len": [a.prompt_len for a in admitted],
-        "max_len": [a.max_len for a in admitted],
-        "num_tokens": lengths,
-        "top_k": [a.top_k for a in admitted],
-        "seeds": [a.seed for a in admitted],
-    }
-    floats = {
-        "temperature": [a.temperature for a in admitted],
-        "top_p": [a.top_p for a in admitted],
-        "min_p": [a.min_p for a in admitted],
-    }
-    for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
-        rows = torch.tensor(list(names.values()), dtype=dtype).to(device)
-        for name, row in zip(names, rows, strict=True):
-            getattr(state, name)[slots] = row
-    state.ignore_eos[slots] = torch.tensor([a.ignore_eos for a in admitted]).to(device)
-    state.num_computed_tokens[slots] = 0
-    state.num_drafts[slots] = 0
-    state.finish_reason[slots] = int(FinishReason.RUNNING)
-    state.generation[slots] += 1
-
-
 def prepare(state: State, plan: Plan, block_size: int, kernels: str = "torch") -> Batch:
     """Exact ids, positions and slots of the planned rows, from the device's own counts.
 
@@ -176,7 +85,7 @@ def prepare(state: State, plan: Plan, block_size: int, kernels: str = "torch") -
     num_requests, num_rows = len(plan.slots), sum(plan.query_lens)
     num_logits = sum(plan.num_logits)
     host = torch.tensor([plan.slots, plan.query_lens, plan.num_logits], dtype=torch.int64)
-    slots, query_lens, logits_lens = host.to(device)
+    slots, query_lens, logits_lens = upload(host, device)
     query_start = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
     cu_num_logits = torch.nn.functional.pad(logits_lens.cumsum(0), (1, 0))
 

@@ -1,16 +1,18 @@
 """The engine: distribution of what it emits, seeds, errors, aborts, bookkeeping."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from battery import joint_fits, random_chain
 from running import requests, tiny_engine
-from tiny import tiny_draft, tiny_target
+from tiny import tiny_draft, tiny_params, tiny_target
 
 from specdec.engine import Request, generate
 from specdec.errors import ConfigError, RequestError
 from specdec.models.batch import Cache, Draft, DraftOutput, Target, TargetOutput
+from specdec.models.llama import llama_target
 from specdec.propose.autoregressive import autoregressive
 from specdec.verify.delta import delta
 from specdec.verify.gumbel import gumbel
@@ -156,6 +158,15 @@ def test_max_tokens_is_exact(target, max_tokens):
     assert sum(r.committed for r in result.rounds) == max_tokens - 1  # the prefill's is no round
 
 
+@pytest.mark.parametrize(("prompt", "budget"), [(PROMPT[:1], 64), (PROMPT, 7), (PROMPT, 64)])
+def test_the_token_of_a_prefill_is_no_round(target, prompt, budget):
+    """Of one whose last chunk is a single row too, as in a prompt of one token."""
+    engine = eagle_engine(target, max_num_batched_tokens=budget)
+    result = generate(engine, requests([prompt], max_tokens=9))[0]
+    assert len(result.token_ids) == 9
+    assert sum(r.committed for r in result.rounds) == 8
+
+
 def test_first_committed_eos_ends(target):
     """The end-of-sequence id is the last one kept, mid-round too; ignore_eos goes on (S1)."""
     whole = ids(eagle_engine(target), requests([PROMPT], max_tokens=30))[0]
@@ -196,6 +207,88 @@ def test_a_row_of_nan_fails_its_request_alone(target):
     assert all(0 <= i < 101 for r in results for i in r.token_ids)
     ill["now"] = False  # whoever gets the failed request's blocks next does not notice either
     assert ids(engine, requests(prompts, max_tokens=12, temperature=1.0)) == want
+
+
+def test_what_a_slot_held_before_is_not_read():
+    """Blocks of a slot's former request may be another's by now, whose NaN must not spread (N1)."""
+    params, config = tiny_params(tie_word_embeddings=False)
+    params.embed[77] = float("nan")
+    engine = tiny_engine(llama_target(params, config), max_num_seqs=2, eos=())
+    former, short, ill = [5] * 20, [5, 9, 11], [77] * 16
+    want = ids(engine, requests([short], max_tokens=1))
+    ids(engine, requests([former], max_tokens=1))
+    results = generate(engine, requests([short, ill], max_tokens=1))
+    assert [r.finish_reason for r in results] == ["length", "error"]
+    assert results[0].token_ids == want[0]
+
+
+def faulty(engine, **changes):
+    """The engine with a schedule whose plans are changed."""
+    plan = engine.stages.schedule
+
+    def schedule(requests_, limits):
+        made = plan(requests_, limits)
+        return replace(made, **{name: change(made) for name, change in changes.items()})
+
+    engine.stages = engine.stages._replace(schedule=schedule)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"new_blocks": lambda plan: plan.new_blocks[::-1]},
+        {"new_blocks": lambda plan: tuple((7, c, b) for _, c, b in plan.new_blocks)},
+        {"admissions": lambda plan: tuple(replace(a, slot=a.slot + 1) for a in plan.admissions)},
+        {"admissions": lambda plan: ()},
+        {"slots": lambda plan: (5, *plan.slots[1:])},
+        {"preempted": lambda plan: (4,)},
+    ],
+    ids=["blocks", "stranger's blocks", "slot", "not admitted", "stranger's row", "preempted"],
+)
+def test_a_faulty_plan_changes_no_books(target, changes):
+    engine = eagle_engine(target)
+    books = list(engine.pool.free), list(engine.free_slots)
+    for request in requests([PROMPT, PROMPT], max_tokens=4):
+        engine.add(request)
+    with pytest.raises(ConfigError, match="the schedule"):
+        faulty(engine, **changes).step()
+    assert (engine.pool.free, engine.free_slots) == books
+    assert (len(engine.waiting), engine.running) == (2, [])
+
+
+def test_a_failed_step_leaks_nothing(target):
+    """Its requests hold their blocks until they are aborted."""
+
+    def forward(batch, cache):
+        raise RuntimeError("out of memory")
+
+    engine = eagle_engine(target._replace(forward=forward))
+    free = sorted(engine.pool.free), sorted(engine.free_slots)
+    asked = [engine.add(r) for r in requests([PROMPT, PROMPT], max_tokens=4)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    assert len(engine.running) == 2
+    for request_id in asked:
+        engine.abort(request_id)
+    assert (sorted(engine.pool.free), sorted(engine.free_slots)) == free
+
+
+def test_preempted_requests_wait_in_order_of_age(target):
+    engine = eagle_engine(target)
+    first, second, third = (engine.add(r) for r in requests([PROMPT] * 3, max_tokens=40))
+    engine.step()
+    last = engine.add(requests([PROMPT])[0])
+    slots = [s.slot for s in engine.running if s.request_id != first]
+    preempting = faulty(
+        engine,
+        preempted=lambda plan: tuple(slots),
+        slots=lambda plan: plan.slots[:0],
+        admissions=lambda plan: (),
+        new_blocks=lambda plan: (),
+    )
+    preempting.step()
+    assert [s.request_id for s in engine.waiting] == [second, third, last]
 
 
 def test_abort_frees_at_once(target):

@@ -144,8 +144,8 @@ def states_of(engine, sequence, layer):
 
 
 @pytest.mark.parametrize("numbers", [(3,), (3, 0, 0, 3, 1, 3)], ids=str)
-@pytest.mark.parametrize("budget", [64, 9])
-def test_states_equal_a_token_by_token_run(target, plain, texts, numbers, budget):
+@pytest.mark.parametrize(("budget", "distinct"), [(64, 3), (9, 2)])  # 9 rows: two rounds of K = 3
+def test_states_equal_a_token_by_token_run(target, plain, texts, numbers, budget, distinct):
     """After every step, for every request and layer: the state and the convolution's inputs are
     those of a run over the committed tokens alone, one at a time."""
     alone = snapshot_target(target)
@@ -175,7 +175,7 @@ def test_states_equal_a_token_by_token_run(target, plain, texts, numbers, budget
                 torch.testing.assert_close(before, inputs, rtol=1e-4, atol=1e-5)
                 checked += 1
     assert checked > 100
-    assert any(len(set(step)) > 2 for step in rejections)  # one step, different rejections
+    assert any(len(set(step)) >= distinct for step in rejections)  # one step, different rejections
 
 
 @pytest.mark.parametrize("numbers", [(3,), (3, 0, 0, 3, 1, 3)], ids=str)
