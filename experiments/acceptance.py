@@ -9,6 +9,7 @@ The run folder gets `summary.json`, `per_prompt.csv`, `outputs.jsonl` and `accep
 import csv
 import json
 import platform
+import random
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,10 +43,12 @@ def run(cfg: DictConfig, folder: Path, run_log: RunLog) -> dict[str, Any]:
     from specdec import metrics
     from specdec.build import build_stages, load_models, plain_stages
     from specdec.experiments.decoding import decode_prompts
+    from specdec.experiments.identity import identify
     from specdec.experiments.plots import plot_acceptance
     from specdec.experiments.tables import progress
     from specdec.runtime import use_threads
 
+    seed_generators_(cfg.seed)
     bound = build_stages(cfg)
     prompts = load_prompts(cfg)
     models = load_models(cfg, uses_draft=bound.uses_draft)
@@ -64,6 +67,7 @@ def run(cfg: DictConfig, folder: Path, run_log: RunLog) -> dict[str, Any]:
         **metrics.summarize(decoded.outputs, bound.num_draft_tokens),
         **speeds(decoded),
         **describe(cfg, models, bound, num_threads),
+        **identify(cfg.target.path, models.tokenizer, prompts),
     }
     rows = metrics.per_prompt_rows(decoded.outputs, bound.num_draft_tokens)
     columns = metrics.per_prompt_columns(bound.num_draft_tokens)
@@ -74,6 +78,17 @@ def run(cfg: DictConfig, folder: Path, run_log: RunLog) -> dict[str, Any]:
     log_run(run_log, summary, columns, rows, folder / "acceptance.png")
     print_summary(summary, folder)
     return summary
+
+
+def seed_generators_(seed: int) -> None:
+    """Set the global generators, which no stage of this project reads but a user's own may: a job
+    of a sweep then gives the same as alone."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (it is the global one that is meant)
+    torch.manual_seed(seed)
 
 
 def load_prompts(cfg: DictConfig) -> Any:

@@ -1,10 +1,13 @@
 """What every Hydra script shares: one clear line for a user's error, a status file for every job, a
-sweep's table rebuilt after each job."""
+sweep that skips what is done and whose table is rebuilt after each job."""
 
 import contextlib
+import gc
 import json
 import logging
+import math
 import os
+import socket
 import sys
 import time
 import traceback
@@ -26,6 +29,7 @@ from specdec.checks import (
     plain,
 )
 from specdec.config import register_schemas
+from specdec.experiments import launching
 from specdec.experiments.loggers import JobInfo
 
 STATUS = "status.json"
@@ -65,12 +69,8 @@ def hydra_script(
     """
 
     def decorate(task: Callable[[DictConfig, Path], Any]) -> Callable[[], None]:
-        sweeps: set[Path] = set()  # stays empty where a launcher runs jobs elsewhere
-
         def job(cfg: DictConfig) -> Any:
             if record:
-                if in_sweep():
-                    sweeps.add(Path(HydraConfig.get().sweep.dir))
                 return run_job(task, cfg)
             check_keys(cfg)
             return task(cfg, Path(HydraConfig.get().runtime.output_dir))
@@ -81,6 +81,7 @@ def hydra_script(
         def main() -> None:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach the lines below
             register_schemas()
+            launching.started.clear()
             script = hydra.main(
                 version_base="1.3", config_path="pkg://specdec.conf", config_name=config_name
             )(job)
@@ -98,7 +99,7 @@ def hydra_script(
                 print(f"error: {line}", file=sys.stderr)
                 sys.exit(1)
             finally:
-                for folder in sweeps:
+                for folder in launching.started if record else ():
                     _print_sweep(folder)
 
         return main
@@ -109,47 +110,113 @@ def hydra_script(
 def run_job(task: Callable[[DictConfig, Path], Any], cfg: DictConfig) -> Any:
     """Run one job; leave `status.json` in its folder and, on an error, the traceback in its log.
 
+    A sweep's job is skipped when its folder says that the same configuration is done.
+
     Raises:
         JobFailed: the task raised; what it raised was reported and is the cause.
     """
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    sweep = Path(settings.sweep.dir) if settings.mode == RunMode.MULTIRUN else None
-    status = {
-        "status": "running",
-        "job": folder.name if sweep is None else os.path.relpath(folder, sweep),
-        "overrides": list(settings.overrides.task),
-        "choices": {k: v for k, v in settings.runtime.choices.items() if "hydra/" not in k},
-        "config_hash": None,
-        "error": None,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "seconds": None,
-    }
+    sweep = Path(settings.sweep.dir) if in_sweep() else None
+    status = _new_status(settings, folder, sweep)
     began = time.perf_counter()
     try:
         check_hydra_overrides(settings)
         check_keys(cfg)
         normalise_(cfg)
         status["config_hash"] = config_hash(plain(cfg))
+        before = None if sweep is None else read_status(folder)
+        if before and before["status"] == "done":
+            if before["config_hash"] == status["config_hash"]:
+                print(f"job {status['job']} is done already: skipped")
+                told = ("num", "overrides", "choices")
+                status = {**before, **{name: status[name] for name in told}}
+                return status["value"]
+            print(f"job {status['job']} was done with another configuration: run again")
         _write_status(folder, status)
         value = task(cfg, folder)
         status["status"] = "done"
+        if isinstance(value, int | float) and math.isfinite(value):
+            status["value"] = value
         return value
     except Exception as error:
         status["status"] = "failed"
         status["error"] = one_line(error) or f"{type(error).__name__}: {error}"
         _report(error, status["job"] if sweep else None, status["overrides"])
+        _forget_locals(error)
         raise JobFailed(status["error"]) from error
     except BaseException:
         status["status"] = "interrupted"
         raise
     finally:
-        status["seconds"] = round(time.perf_counter() - began, 3)
+        skipped = status["seconds"] is not None
+        status["seconds"] = status["seconds"] or round(time.perf_counter() - began, 3)
         _write_status(folder, status)
-        if sweep is not None:
-            from specdec.experiments.sweep import rebuild
+        if not skipped:
+            gc.collect()  # an engine's caches, before the next job looks at the free memory
+            if sweep is not None:
+                _rebuild(sweep)
 
-            rebuild(sweep)
+
+def _new_status(settings: DictConfig, folder: Path, sweep: Path | None) -> dict[str, Any]:
+    return {
+        "status": "running",
+        "job": folder.name if sweep is None else os.path.relpath(folder, sweep),
+        "num": None if sweep is None else settings.job.num,
+        "overrides": list(settings.overrides.task),
+        "choices": {k: v for k, v in settings.runtime.choices.items() if "hydra/" not in k},
+        "config_hash": None,
+        "value": None,  # what the task returned, for sweepers
+        "error": None,
+        "process": _this_process(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": None,
+    }
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}/{os.getpid()}"
+
+
+def is_alive(process: str) -> bool:
+    """Whether the process that a status names still runs; True for another machine's."""
+    host, _, number = process.rpartition("/")
+    if host != socket.gethostname():
+        return True
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """A job's `status.json`; None where there is none or it cannot be read."""
+    try:
+        status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return status if isinstance(status, dict) and "config_hash" in status else None
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the failed frames hold, models' caches too: Hydra keeps every error until the
+    sweep's end."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _rebuild(sweep: Path) -> None:
+    """A job's own end is never spoiled by the table's."""
+    from specdec.experiments.sweep import rebuild
+
+    try:
+        rebuild(sweep)
+    except Exception:
+        log.exception("the table of %s was not written", sweep)
 
 
 def job_info(cfg: DictConfig, folder: Path, job_type: str) -> JobInfo:
@@ -166,10 +233,11 @@ def job_info(cfg: DictConfig, folder: Path, job_type: str) -> JobInfo:
 
 
 def _print_sweep(folder: Path) -> None:
-    from specdec.experiments.sweep import TABLE, print_rows, read_jobs
+    from specdec.experiments.sweep import TABLE, print_rows, rebuild
 
-    print_rows(read_jobs(folder))
-    print(f"table: {folder / TABLE}")
+    if any(folder.glob(f"*/{STATUS}")):
+        print_rows(rebuild(folder))
+        print(f"table: {folder / TABLE}")
 
 
 def in_sweep() -> bool:

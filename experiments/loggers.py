@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 MAX_NAME = 128  # characters that W&B takes
-PROBE_SECONDS = 10
+PROBE_SECONDS = 5
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def wandb_run(
     """One W&B run, finished whatever happens, with a non-zero exit code after an error.
 
     Never prompts and never hangs: the mode is chosen first; a server that does not answer within
-    ten seconds leaves the run offline.
+    some seconds leaves the run offline.
 
     Args:
         mode: online | offline | disabled; None takes WANDB_MODE, else online with a key.

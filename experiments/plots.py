@@ -7,6 +7,8 @@ from typing import Any
 
 from specdec.metrics import Output, by_prompt, count_rounds
 
+MAX_LEGEND = 16  # entries that leave room for the lines
+
 
 def _figure(width: float, height: float):
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports its font cache
@@ -108,4 +110,43 @@ def plot_demo(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     speedups.axvline(1, color="black", linestyle="--", linewidth=1)
     speedups.set(xlabel="speedup over plain decoding")
     figure.suptitle(title, fontsize="small")
+    _save(figure, path)
+
+
+def plot_compare(rows: Sequence[Any], keys: Sequence[str], path: Path) -> None:
+    """Acceptance by draft position, a line a run, and acceptance length with its interval over K,
+    a line for each combination of the other settings that differ.
+
+    Args:
+        rows: each with run, label, length, low, high and `joint` (share kept at each position).
+        keys: settings that differ among the runs.
+    """
+    from specdec.experiments.runs import shown
+
+    figure = _figure(11, 4.4)
+    by_position, by_k = figure.subplots(1, 2)
+    for row in rows:
+        positions = [j for j, share in enumerate(row.joint, 1) if share is not None]
+        shares = [row.joint[j - 1] for j in positions]
+        by_position.plot(positions, shares, marker="o", markersize=4, label=row.label)
+    longest = max((len(row.joint) for row in rows), default=0)
+    by_position.set(xlabel="draft position", ylabel="share of the drafts kept", ylim=(0, 1))
+    by_position.set_xticks(range(1, longest + 1))
+
+    others = [key for key in keys if key != "propose.num_draft_tokens"]
+    series: dict[str, list[Any]] = {}
+    for row in rows:
+        label = ", ".join(f"{k.rpartition('.')[2]}={shown(row.run, k)}" for k in others)
+        series.setdefault(label, []).append(row)
+    for label, members in series.items():
+        done = sorted((r for r in members if r.length is not None), key=lambda r: len(r.joint))
+        y = [r.length for r in done]
+        gaps = [[_gap(r.length, r.low) for r in done], [_gap(r.high, r.length) for r in done]]
+        x = [len(r.joint) for r in done]
+        by_k.errorbar(x, y, yerr=gaps, marker="o", markersize=4, capsize=3, label=label or None)
+    by_k.set(xlabel="drafts a round, K", ylabel="acceptance length")
+    by_k.set_xticks(sorted({len(row.joint) for row in rows}))
+    for axes, labels in ((by_position, [row.label for row in rows]), (by_k, list(series))):
+        if any(labels) and len(labels) <= MAX_LEGEND:
+            axes.legend(frameon=False, fontsize="small")
     _save(figure, path)

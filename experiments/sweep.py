@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from specdec.errors import DataError
-from specdec.experiments.jobs import STATUS, hydra_script
+from specdec.experiments.jobs import STATUS, hydra_script, is_alive, read_status
 
 TABLE, PLOT = "sweep.csv", "sweep.png"
 NUMBERS = (
@@ -74,23 +74,17 @@ def _column_order(name: str) -> tuple[int, int]:
 
 
 def read_jobs(folder: Path) -> list[dict[str, Any]]:
-    """One row for each job that has a status, in the order of their start."""
-    found = []
-    for path in folder.rglob(STATUS):
-        try:
-            found.append((json.loads(path.read_text(encoding="utf-8")), path.parent))
-        except (json.JSONDecodeError, FileNotFoundError):
-            continue  # a job that is writing it right now
-    found.sort(key=lambda item: (item[0]["started"], _natural(item[0]["job"])))
+    """One row for each job that has a status, in the order of the sweep that last named them."""
+    jobs = [path.parent for path in folder.rglob(STATUS)]
+    found = [(status, job) for job in jobs if (status := read_status(job)) is not None]
+    found.sort(key=lambda item: (item[0]["num"] or 0, item[0]["started"], item[0]["job"]))
     return [_row(status, job) for status, job in found]
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split("/")]
 
 
 def _row(status: dict[str, Any], job: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"job": status["job"], "status": status["status"]}
+    if status["status"] == "running" and not is_alive(status["process"]):
+        row["status"] = "killed"
     for override in status["overrides"]:
         key, _, value = override.partition("=")
         row[key.lstrip("+~")] = value
@@ -133,6 +127,8 @@ def _locked(folder: Path):
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """The swept values, or where there are none the jobs' folders, beside the main numbers."""
+    from specdec.experiments.runs import short_names
     from specdec.experiments.tables import number, print_table
 
     keys = varied_keys(rows)
@@ -140,9 +136,13 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     shown = [n for n in numbers if any(row.get(n) is not None for row in rows)]
     print_table(
         "sweep",
-        ["job", "status", *keys, *shown],
         [
-            [row["job"], row["status"], *(row.get(k, "") for k in keys)]
+            *(short_names(keys) if keys else ["job"]),
+            "status",
+            *(n.replace("_", " ") for n in shown),
+        ],
+        [
+            [*(row.get(k, "") for k in keys or ["job"]), row["status"]]
             + [number(row.get(n)) for n in shown]
             for row in rows
         ],

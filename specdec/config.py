@@ -163,6 +163,14 @@ class SweepConfig:
     dir: str = MISSING
 
 
+@dataclass
+class CompareConfig:
+    """Keys of `experiments/compare.py`."""
+
+    runs: Any = MISSING  # a path or glob, or a list of them
+    filter: Any = None  # values, or lists of them, by configuration key
+
+
 SCHEMAS: dict[str, type] = {
     "acceptance": AcceptanceConfig,
     "target": TargetConfig,
@@ -180,6 +188,7 @@ SCHEMAS: dict[str, type] = {
     "logger": LoggerConfig,
     "wandb": WandbConfig,
     "sweep": SweepConfig,
+    "compare": CompareConfig,
 }
 
 

@@ -111,8 +111,7 @@ def bootstrap_interval(
     Returns:
         (low, high), or (None, None) for fewer than two prompts.
     """
-    values = np.array([numerators, denominators], dtype=np.float64).T
-    return _interval(_resampled_ratios(values, seed))
+    return interval(resampled_ratios(numerators, denominators, seed=seed))
 
 
 def paired_difference(
@@ -129,17 +128,19 @@ def paired_difference(
     Returns:
         (difference, low, high); None where a ratio or, for one prompt, the interval is undefined.
     """
-    table = np.array([*a, *b], dtype=np.float64).T  # [prompts, 4]
-    if not len(table) or not table[:, 1].sum() or not table[:, 3].sum():
+    ratios = [ratio(float(np.sum(n)), float(np.sum(d))) for n, d in (a, b)]
+    if ratios[0] is None or ratios[1] is None:
         return None, None, None
-    sums = table.sum(axis=0)
-    draws = _resampled_ratios(table[:, :2], seed) - _resampled_ratios(table[:, 2:], seed)
-    return float(sums[0] / sums[1] - sums[2] / sums[3]), *_interval(draws)
+    draws = resampled_ratios(*a, seed=seed) - resampled_ratios(*b, seed=seed)
+    return ratios[0] - ratios[1], *interval(draws)
 
 
-def _resampled_ratios(values: np.ndarray, seed: int, block: int = 1000) -> np.ndarray:
-    """Ratios of the two columns' sums [NUM_RESAMPLES], NaN where undefined; the draw depends on
-    the number of rows and the seed alone, so that two calls pair."""
+def resampled_ratios(
+    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0, block: int = 1000
+) -> np.ndarray:
+    """Ratios of the sums over resampled prompts [NUM_RESAMPLES], NaN where undefined; the draw
+    depends on the number of prompts and the seed alone, so that two calls pair."""
+    values = np.array([numerators, denominators], dtype=np.float64).T
     num_prompts = len(values)
     if num_prompts < 2:
         return np.full(1, np.nan)
@@ -154,7 +155,8 @@ def _resampled_ratios(values: np.ndarray, seed: int, block: int = 1000) -> np.nd
     return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] != 0)
 
 
-def _interval(draws: np.ndarray) -> tuple[float | None, float | None]:
+def interval(draws: np.ndarray) -> tuple[float | None, float | None]:
+    """95% percentile interval of finite draws; (None, None) where there are none."""
     draws = draws[np.isfinite(draws)]
     if not len(draws):
         return None, None

@@ -78,10 +78,13 @@ def device_name(device: torch.device) -> str:
 def use_threads(num_threads: int | None, target: Target) -> int:
     """Set torch's threads on the CPU: as asked, as OMP_NUM_THREADS says, or by a quick trial."""
     if target.embed.device.type == "cpu":
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        elif not os.environ.get("OMP_NUM_THREADS"):
-            torch.set_num_threads(_faster_threads(target.lm_head.dtype, target.lm_head.shape[1]))
+        told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        if num_threads is None and told.isdigit():
+            num_threads = int(told)
+        # Set in any case: an earlier job of this process may have asked for another number.
+        torch.set_num_threads(
+            num_threads or _faster_threads(target.lm_head.dtype, target.lm_head.shape[1])
+        )
     return torch.get_num_threads()
 
 

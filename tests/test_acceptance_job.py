@@ -60,6 +60,11 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+def jobs_of(sweep):
+    """The folders of a sweep's jobs in their order."""
+    return [sweep / row["job"] for row in rows_of(sweep / "sweep.csv")]
+
+
 def wandb_records(folder):
     """Records of the one offline run below a run folder, by type."""
     (log,) = (folder / "wandb").glob("offline-run-*/*.wandb")
@@ -79,8 +84,10 @@ def test_a_sweep_gives_a_folder_and_a_run_each_and_one_table(base, tmp_path, mon
     assert err == ""
     assert "sweep.csv" in out
     grid = tmp_path / "grid"
-    jobs = [grid / str(i) for i in range(6)]
-    assert sorted(p.name for p in grid.iterdir() if p.is_dir()) == [j.name for j in jobs]
+    jobs = jobs_of(grid)
+    assert {p for p in grid.iterdir() if p.is_dir()} == set(jobs)
+    assert len(jobs) == 6
+    assert "num_draft_tokens-4_temperature-0.7_" in jobs[-1].name
     for job in jobs:
         assert all((job / name).stat().st_size for name in FILES)
     runs = [next((job / "wandb").glob("offline-run-*/*.wandb")).name for job in jobs]
@@ -131,9 +138,10 @@ def test_one_bad_job_leaves_the_others_and_says_why(base, tmp_path, monkeypatch,
     assert "propose.num_draft_tokens=-1 must be" in table[1]["error"]
     assert table[1]["acceptance_length"] == ""
     assert all(float(table[i]["acceptance_length"]) >= 1 for i in (0, 2))
-    assert "Traceback" in (tmp_path / "1" / "acceptance.log").read_text()
-    assert json.loads((tmp_path / "1" / "status.json").read_text())["status"] == "failed"
-    codes = [wandb_records(tmp_path / str(i))["exit"][0].get("exit_code", 0) for i in range(3)]
+    jobs = jobs_of(tmp_path)
+    assert "Traceback" in (jobs[1] / "acceptance.log").read_text()
+    assert json.loads((jobs[1] / "status.json").read_text())["status"] == "failed"
+    codes = [wandb_records(job)["exit"][0].get("exit_code", 0) for job in jobs]
     assert codes[0] == codes[2] == 0
     assert codes[1] != 0
 
@@ -255,7 +263,7 @@ def test_the_gumbel_rule_gives_the_tokens_of_plain_sampling(base, tmp_path, monk
     argv = ["-m", *base, "verify=gumbel", "sampling.temperature=1", "logger=none"]
     argv += ["propose=none,autoregressive,ngram", f"hydra.sweep.dir={tmp_path}"]
     assert call(acceptance.main, argv, monkeypatch) == 0
-    summaries = [summary_of(tmp_path / str(i)) for i in range(3)]
+    summaries = [summary_of(job) for job in jobs_of(tmp_path)]
     assert len({s["output_sha256"] for s in summaries}) == 1
     plain, drafted, _ = summaries
     assert plain["num_draft_tokens"] == plain["num_drafted"] == 0

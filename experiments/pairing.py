@@ -1,0 +1,211 @@
+"""Which runs may be compared prompt by prompt, and their difference."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec import metrics
+from specdec.experiments.runs import Run
+from specdec.significance import holm, swap_p_value
+
+PARTS = ("prompt_id", "turn", "category", "sample")
+REQUESTS = ("sampling.temperature", "sampling.max_tokens", "sampling.ignore_eos")
+FILTERS = {"sampling.top_k": 0, "sampling.top_p": 1.0, "sampling.min_p": 0.0}  # where they are off
+
+
+class Sums(NamedTuple):
+    """A run's committed tokens and rounds, one value a prompt, its turns and samples together."""
+
+    committed: np.ndarray
+    rounds: np.ndarray
+    prompt_ids: tuple[str, ...]  # sorted
+
+
+class Pair(NamedTuple):
+    """Two runs, and a - b of their acceptance lengths with a 95% interval.
+
+    `kind` is paired; unpaired, where sampled texts differ, so that the difference holds the luck of
+    two decodes too; or refused, with the key that forbids the comparison in `reason`.
+    """
+
+    a: Run
+    b: Run
+    kind: str
+    reason: str
+    difference: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    p_holm: float | None
+    differing_texts: float | None  # share of the outputs
+    num_prompts: int
+    speed_ratio: float | None  # a's tokens a second over b's; None on other machines or settings
+
+
+def by_prompt(run: Run) -> Sums:
+    totals: dict[str, list[float]] = {}
+    for row in run.rows:
+        total = totals.setdefault(row.key[0], [0.0, 0.0])
+        total[0] += row.committed
+        total[1] += row.rounds
+    ids = tuple(sorted(totals))
+    committed, rounds = np.array([totals[i] for i in ids]).T
+    return Sums(committed, rounds, ids)
+
+
+def compare_all(runs: Sequence[Run]) -> list[Pair]:
+    """Every pair of the runs, in order; Holm's adjustment is over all that are compared."""
+    sums = [by_prompt(run) for run in runs]
+    # Equal numbers of prompts draw the same resamples, so any two of these pair.
+    draws = [metrics.resampled_ratios(s.committed, s.rounds) for s in sums]
+    pairs = []
+    for i, j in combinations(range(len(runs)), 2):
+        a, b = runs[i], runs[j]
+        reason = refusal(a, b)
+        texts = differing_texts(a, b)
+        if reason:
+            pairs.append(_refused(a, b, reason))
+            continue
+        lengths = [metrics.ratio(s.committed.sum(), s.rounds.sum()) for s in (sums[i], sums[j])]
+        known = lengths[0] is not None and lengths[1] is not None
+        low, high = metrics.interval(draws[i] - draws[j]) if known else (None, None)
+        pair = Pair(
+            a=a,
+            b=b,
+            kind="unpaired" if texts and temperature(a) > 0 else "paired",
+            reason="",
+            difference=lengths[0] - lengths[1] if known else None,
+            low=low,
+            high=high,
+            p=swap_p_value(sums[i][:2], sums[j][:2]),
+            p_holm=None,
+            differing_texts=texts,
+            num_prompts=len(sums[i].prompt_ids),
+            speed_ratio=speed_ratio(a, b),
+        )
+        pairs.append(pair)
+    adjusted = holm([pair.p for pair in pairs])
+    return [pair._replace(p_holm=p) for pair, p in zip(pairs, adjusted, strict=True)]
+
+
+def _refused(a: Run, b: Run, reason: str) -> Pair:
+    nothing = dict.fromkeys(("difference", "low", "high", "p", "p_holm", "differing_texts"))
+    return Pair(a, b, "refused", reason, **nothing, num_prompts=0, speed_ratio=None)
+
+
+def refusal(a: Run, b: Run) -> str:
+    """Why two runs may not be compared: one line with the key that differs; empty if they may."""
+    return (
+        _other_model(a, b)
+        or _other_sampling(a, b)
+        or _other_prompts(a, b)
+        or (_other_texts(a, b) if must_agree(a, b) else "")
+    )
+
+
+def _other_model(a: Run, b: Run) -> str:
+    """Another target or another chat template; old runs have only the settings to tell."""
+    for name, keys in (
+        ("target", ("target.path",)),
+        ("template", ("data.chat_template", "data.system_prompt")),
+    ):
+        settings = [key for key in keys if a.setting(key) != b.setting(key)]
+        prints = [run.summary.get(f"{name}_sha256") for run in (a, b)]
+        if None in prints:
+            if settings:
+                return _differs(settings[0], a, b)
+        elif prints[0] != prints[1]:
+            if settings:
+                return f"{name}: {_differs(settings[0], a, b)}"
+            return f"{name}: what {keys[0]}={a.setting(keys[0])} names has changed between the runs"
+    return ""
+
+
+def _other_sampling(a: Run, b: Run) -> str:
+    keys = [key for key in REQUESTS if a.setting(key) != b.setting(key)]
+    if not keys and temperature(a) > 0:
+        keys = [key for key, off in FILTERS.items() if _on(a, key, off) != _on(b, key, off)]
+    return _differs(keys[0], a, b) if keys else ""
+
+
+def _on(run: Run, key: str, off: float) -> Any:
+    """A filter's value, off in all of its spellings (null, 0 or -1 for top_k) being one."""
+    value = run.setting(key)
+    return off if value is None or (off == 0 and value <= 0) else value
+
+
+def _other_prompts(a: Run, b: Run) -> str:
+    keys = [{row.key for row in run.rows} for run in (a, b)]
+    if keys[0] != keys[1]:
+        for depth, part in enumerate(PARTS, 1):
+            parts = [{key[:depth] for key in found} for found in keys]
+            lone = sorted(parts[0] ^ parts[1])
+            if lone:
+                owner = a if lone[0] in parts[0] else b
+                prompt = f" of prompt {lone[0][0]!r}" if depth > 1 else ""
+                return (
+                    f"{part}: {lone[0][-1]!r}{prompt} is in {owner.name} only "
+                    f"({len(keys[0])} and {len(keys[1])} outputs{_data_keys(a, b)})"
+                )
+    prints = [run.summary.get("prompts_sha256") for run in (a, b)]
+    if None not in prints and prints[0] != prints[1]:
+        return f"prompts: the ids are the same and the texts are not{_data_keys(a, b)}"
+    return ""
+
+
+def _data_keys(a: Run, b: Run) -> str:
+    """The settings of the data that explain it, where there are any."""
+    keys = [key for key in a.flat if key.startswith("data.") and key in b.flat]
+    keys += ["sampling.num_samples"]
+    return "".join(f"; {_differs(key, a, b)}" for key in keys if a.setting(key) != b.setting(key))
+
+
+def must_agree(a: Run, b: Run) -> bool:
+    """Whether both decoded greedily in fp32, where every lossless rule gives the same text."""
+    dtypes = {run.summary.get("dtype") or run.setting("dtype") for run in (a, b)}
+    return temperature(a) == 0 and dtypes == {"float32"}
+
+
+def _other_texts(a: Run, b: Run) -> str:
+    texts = {row.key: row.text_sha256 for row in b.rows}
+    for row in a.rows:
+        if texts[row.key] != row.text_sha256:
+            prompt, turn, _, sample = row.key
+            share = differing_texts(a, b)
+            return (
+                f"text_sha256: the greedy texts of prompt {prompt!r}, turn {turn}, sample {sample} "
+                f"differ between {a.name} and {b.name}, as {share:.1%} of them do"
+            )
+    return ""
+
+
+def differing_texts(a: Run, b: Run) -> float | None:
+    """Share of the outputs whose texts differ, of those that both runs have."""
+    texts = {row.key: row.text_sha256 for row in b.rows}
+    both = [row for row in a.rows if row.key in texts]
+    return metrics.ratio(sum(texts[row.key] != row.text_sha256 for row in both), len(both))
+
+
+def temperature(run: Run) -> float:
+    return float(run.setting("sampling.temperature") or 0)
+
+
+def speed_ratio(a: Run, b: Run) -> float | None:
+    same = ("device_name", "dtype", "num_threads")
+    if any(a.summary.get(key) != b.summary.get(key) for key in same):
+        return None
+    if a.setting("schedule.max_num_seqs") != b.setting("schedule.max_num_seqs"):
+        return None
+    fast, slow = (run.summary.get("tokens_per_second") for run in (a, b))
+    return metrics.ratio(fast, slow) if fast and slow else None
+
+
+def _differs(key: str, a: Run, b: Run) -> str:
+    values = [_shown(run.setting(key)) for run in (a, b)]
+    return f"{key} is {values[0]} in {a.name} and {values[1]} in {b.name}"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value:.60}" if isinstance(value, str) else str(value)
