@@ -33,14 +33,15 @@ def ngram(
     width = text.shape[1]
     columns = torch.arange(width, device=text.device)[None, :]
     found = torch.full_like(lengths, -1)  # [R, 1] index just past the earlier occurrence
-    for n in range(max_ngram, min_ngram - 1, -1):
-        equal = torch.ones_like(text, dtype=torch.bool)
-        for i in range(n):  # does the window that ends before column c equal the text's suffix?
-            suffix = text.gather(1, (lengths - 1 - i).clamp(min=0))
-            equal &= text.roll(i + 1, dims=1) == suffix
-        inside = (columns >= n) & (columns < lengths) & (lengths > n)
-        latest = torch.where(equal & inside, columns, -1).amax(dim=1, keepdim=True)
-        found = torch.where(found < 0, latest, found)
+    equal = torch.ones_like(text, dtype=torch.bool)
+    for n in range(1, min(max_ngram, width) + 1):
+        # does the window of n that ends before column c equal the text's suffix?
+        suffix = text.gather(1, (lengths - n).clamp(min=0))
+        equal &= text.roll(n, dims=1) == suffix
+        if n >= min_ngram:
+            inside = (columns >= n) & (columns < lengths) & (lengths > n)
+            latest = torch.where(equal & inside, columns, -1).amax(dim=1, keepdim=True)
+            found = torch.where(latest < 0, found, latest)
     period = (lengths - found).clamp(min=1)
     steps = torch.arange(num_draft_tokens, device=text.device)[None, :]
     token_ids = text.gather(1, (found + steps % period).clamp(0, width - 1))
