@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specdec.models import llama
-from specdec.models.decoder import Block, paged_attentions
+from specdec.models.decoder import Block
 from specdec.models.deepseek import DEEPSEEK
 from specdec.models.deepseek_checkpoint import (
     deepseek_config,
     deepseek_config_json,
     deepseek_layer_layout,
 )
-from specdec.models.llama_checkpoint import layer_parts, llama_config, llama_config_json
-from specdec.models.parts import Part
+from specdec.models.llama import LLAMA
+from specdec.models.llama_checkpoint import layer_layout as llama_layer_layout
+from specdec.models.llama_checkpoint import llama_config, llama_config_json
 from specdec.models.qwen3 import QWEN3
 from specdec.models.qwen3_checkpoint import layer_layout as qwen3_layer_layout
 from specdec.models.qwen3_checkpoint import qwen3_config, qwen3_config_json
@@ -57,10 +57,8 @@ def _counted(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str,
     return lambda settings, count: replace(read(settings), num_layers=count)
 
 
-def _llama_layout(config: Any, place: Place) -> llama.LlamaLayer:
-    parts = layer_parts(config, place.prefix, place.input_norm)
-    fields = (parts.get(field) for field in llama.LlamaLayer._fields)
-    return llama.LlamaLayer(*(names and Part(names) for names in fields))
+def _llama_layout(config: Any, place: Place) -> Any:
+    return llama_layer_layout(config, place.prefix, place.input_norm)
 
 
 def _qwen3_layout(config: Any, place: Place) -> Any:
@@ -103,8 +101,6 @@ def _deepseek_layout(config: Any, place: Place) -> Any:
         input_norm=place.input_norm,
     )
 
-
-LLAMA = Block(llama.llama_layer, paged_attentions, llama.new_cache, llama.pack_layer)
 
 BLOCKS: dict[str, HeadBlock] = {
     "llama": HeadBlock(LLAMA, _counted(llama_config), llama_config_json, _llama_layout),

@@ -116,6 +116,22 @@ def paged_attentions(
     ]
 
 
+def new_cache(
+    config: Any,
+    num_layers: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    shape: CacheShape,
+) -> Cache:
+    """Zeroed pages of keys and values; what a mask hides must still be finite."""
+    pages = (shape.num_blocks, shape.block_size, config.num_kv_heads, config.head_dim)
+    keys, values = (
+        tuple(torch.zeros(pages, device=device, dtype=dtype) for _ in range(num_layers))
+        for _ in range(2)
+    )
+    return Cache(keys, values)
+
+
 def decoder_target(
     block: Block, params: DecoderParams, config: Any, vocab_size: int | None = None
 ) -> Target:
@@ -132,7 +148,7 @@ def decoder_target(
         layers=tuple(block.pack(layer) for layer in params.layers), lm_head=layers.pack(lm_head)
     )
     freq = inv_freq(config.rope, config.rotary_dim, embed.device)
-    new_cache = partial(block.new_cache, config, len(params.layers), embed.device, embed.dtype)
+    make_cache = partial(block.new_cache, config, len(params.layers), embed.device, embed.dtype)
 
     def logits(hidden: Tensor) -> Tensor:
         return linear(hidden, params.lm_head)
@@ -144,7 +160,7 @@ def decoder_target(
             params=params,
             forward=torch.no_grad()(partial(forward, block, params, config, freq, ids)),
             logits=torch.no_grad()(logits),
-            new_cache=new_cache,
+            new_cache=make_cache,
             vocab_size=vocab_size or min(config.vocab_size, lm_head.shape[0]),
             max_position=config.max_position,
             embed=embed,

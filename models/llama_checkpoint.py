@@ -1,19 +1,18 @@
-"""The Llama checkpoint layout: settings and tensor names, read and written."""
+"""The Llama checkpoint layout: settings and tensor names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import Checkpoint, check_names, read_part
-from specdec.models.llama import LlamaConfig, LlamaLayer, LlamaParams
+from specdec.models.checkpoint import Checkpoint
+from specdec.models.decoder import DecoderParams, decoder_layout, load_decoder
+from specdec.models.llama import LlamaConfig, LlamaLayer, pack_layer
+from specdec.models.parts import Part, part
 from specdec.models.rope import read_rope, rope_settings
-
-Parts = dict[str, dict[str, tuple[int, ...]]]  # field -> checkpoint name -> shape
 
 
 def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -72,80 +71,43 @@ def llama_config_json(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def layer_parts(config: LlamaConfig, prefix: str, input_norm: bool = True) -> Parts:
-    """For each field of a `LlamaLayer`: the checkpoint tensors (name: shape) stacked into it.
-
-    `prefix` ends in a dot. A bias that the config does not have is left out.
-    """
+def layer_layout(config: LlamaConfig, prefix: str, input_norm: bool = True) -> LlamaLayer:
+    """Layout of one block; `prefix` ends in a dot."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    parts: Parts = {
-        "qkv": {
-            f"{attn}q_proj.weight": (q, hidden),
-            f"{attn}k_proj.weight": (kv, hidden),
-            f"{attn}v_proj.weight": (kv, hidden),
-        },
-        "out": {f"{attn}o_proj.weight": (hidden, q)},
-        "post_norm": {f"{prefix}post_attention_layernorm.weight": (hidden,)},
-        "gate_up": {
-            f"{mlp}gate_proj.weight": (inner, hidden),
-            f"{mlp}up_proj.weight": (inner, hidden),
-        },
-        "down": {f"{mlp}down_proj.weight": (hidden, inner)},
-    }
-    if input_norm:
-        parts["input_norm"] = {f"{prefix}input_layernorm.weight": (hidden,)}
-    biased = ["qkv", "out"] * config.attention_bias + ["gate_up", "down"] * config.mlp_bias
-    for field in biased:
-        parts[f"{field}_bias"] = {
-            name.removesuffix("weight") + "bias": shape[:1] for name, shape in parts[field].items()
-        }
-    return parts
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    out, down = {"self_attn.o_proj": hidden}, {"mlp.down_proj": hidden}
+
+    def weight(rows: dict[str, int], columns: int) -> Part:
+        return Part({f"{prefix}{name}.weight": (size, columns) for name, size in rows.items()})
+
+    def bias(rows: dict[str, int], present: bool) -> Part | None:
+        names = {f"{prefix}{name}.bias": (size,) for name, size in rows.items()}
+        return Part(names) if present else None
+
+    return LlamaLayer(
+        input_norm=part(f"{prefix}input_layernorm.weight", hidden) if input_norm else None,
+        qkv=weight(qkv, hidden),
+        qkv_bias=bias(qkv, config.attention_bias),
+        out=weight(out, q),
+        out_bias=bias(out, config.attention_bias),
+        post_norm=part(f"{prefix}post_attention_layernorm.weight", hidden),
+        gate_up=weight(gate_up, hidden),
+        gate_up_bias=bias(gate_up, config.mlp_bias),
+        down=weight(down, inner),
+        down_bias=bias(down, config.mlp_bias),
+    )
 
 
-def read_layer(
-    checkpoint: Checkpoint, parts: Parts, device: torch.device | str, dtype: torch.dtype
-) -> LlamaLayer:
-    """One block, its projections stacked; fields without parts are None."""
-    read = {field: read_part(checkpoint, names, device, dtype) for field, names in parts.items()}
-    return LlamaLayer(**{field: read.get(field) for field in LlamaLayer._fields})
-
-
-def layer_tensors(layer: LlamaLayer, parts: Parts) -> dict[str, Tensor]:
-    """The inverse of `read_layer` for a block of plain tensors: checkpoint name -> tensor."""
-    tensors = {}
-    for field, names in parts.items():
-        stacked = getattr(layer, field)
-        pieces = stacked.split([shape[0] for shape in names.values()])
-        tensors |= dict(zip(names, pieces, strict=True))
-    return tensors
+def llama_layout(config: LlamaConfig) -> DecoderParams:
+    """Layout of a whole model."""
+    stack = [layer_layout(config, f"model.layers.{index}.") for index in range(config.num_layers)]
+    return decoder_layout(config, stack)
 
 
 def load_llama_params(
-    checkpoint: Checkpoint,
-    config: LlamaConfig,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    prepare: Callable[[LlamaLayer], LlamaLayer] = lambda layer: layer,
-) -> LlamaParams:
-    """Every parameter of a Llama model; raises CheckpointError as `load_target`.
-
-    `prepare` is applied to each layer before the next is read (`pack_layer`), so that plain and
-    packed matrices of the whole model never exist together.
-    """
-    table = (config.vocab_size, config.hidden_size)
-    top = {"embed": {"model.embed_tokens.weight": table}}
-    top["norm"] = {"model.norm.weight": (config.hidden_size,)}
-    if not config.tie_word_embeddings:
-        top["lm_head"] = {"lm_head.weight": table}
-    stack = [layer_parts(config, f"model.layers.{index}.") for index in range(config.num_layers)]
-    redundant = ["lm_head.weight"] if config.tie_word_embeddings else []
-    check_names(checkpoint, [top, *stack], redundant)
-    read = {field: read_part(checkpoint, parts, device, dtype) for field, parts in top.items()}
-    return LlamaParams(
-        embed=read["embed"],
-        layers=tuple(prepare(read_layer(checkpoint, parts, device, dtype)) for parts in stack),
-        norm=read["norm"],
-        lm_head=read.get("lm_head", read["embed"]),
-    )
+    checkpoint: Checkpoint, config: LlamaConfig, device: torch.device | str, dtype: torch.dtype
+) -> DecoderParams:
+    """Every parameter of a Llama model, its layers packed; see `load_decoder`."""
+    return load_decoder(checkpoint, llama_layout(config), device, dtype, pack_layer)

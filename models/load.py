@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,9 @@ from specdec.models.checkpoint import (
 )
 from specdec.models.deepseek import deepseek_target
 from specdec.models.deepseek_checkpoint import deepseek_config, load_deepseek_params
-from specdec.models.draft_vocab import read_target_rows
+from specdec.models.draft_vocab import OWN_HEAD, read_target_rows
 from specdec.models.heads import read_draft
-from specdec.models.llama import llama_target, pack_layer
+from specdec.models.llama import llama_target
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
 from specdec.models.qwen3 import qwen3_target
 from specdec.models.qwen3_checkpoint import load_qwen3_params, qwen3_config
@@ -54,13 +53,10 @@ class Family(NamedTuple):
     target: Callable[[Any, Any, int | None], Target]
 
 
+AUTO_ROWS = 8192  # target rows that logits_from=auto drafts over
+
 FAMILIES = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        llama_config,
-        partial(load_llama_params, prepare=pack_layer),
-        llama_target,
-    ),
+    "llama": Family("LlamaForCausalLM", llama_config, load_llama_params, llama_target),
     "qwen3": Family("Qwen3ForCausalLM", qwen3_config, load_qwen3_params, qwen3_target),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", qwen3_moe_config, load_qwen3_moe_params, qwen3_moe_target
@@ -163,8 +159,10 @@ def load_draft(
         device, dtype: must be the target's when given; the head reads its hidden states.
         family: a name in `axes.FAMILIES`; None: as `heads.detect_head` finds.
         logits_from: "shared": the checkpoint's own lm_head, else the target's;
-            "target_rows": a reduced vocabulary over rows of the target's lm_head.
-        num_draft_rows: with target_rows, how many of the stored ranking's first ids (None: all).
+            "target_rows": a reduced vocabulary over rows of the target's lm_head;
+            "auto": target_rows where a ranking lies beside a head without its own lm_head.
+        num_draft_rows: with target_rows, how many of the stored ranking's first ids (None: all;
+            with auto at most 8192, which costs 1% of acceptance and most of the head's time less).
         axes: changes to the family's row of DESIGN.md section 6, or a whole row.
 
     Raises:
@@ -178,13 +176,20 @@ def load_draft(
     ):
         if mine and mine != theirs:
             raise CheckpointError(f"the draft's {name} {mine} differs from the target's {theirs}")
+    checkpoint = open_checkpoint(where)
+    ranking = read_target_rows(where) if logits_from in ("auto", "target_rows") else None
+    if logits_from == "auto":
+        picked = ranking is not None and OWN_HEAD not in checkpoint
+        logits_from = "target_rows" if picked else "shared"
+        if picked and num_draft_rows is None:
+            num_draft_rows = min(AUTO_ROWS, len(ranking))
     return read_draft(
-        open_checkpoint(where),
+        checkpoint,
         read_config(where),
         target,
         family=family,
         axes=axes,
         logits_from=logits_from,
         num_draft_rows=num_draft_rows,
-        ranking=read_target_rows(where) if logits_from == "target_rows" else None,
+        ranking=ranking if logits_from == "target_rows" else None,
     )

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specdec.models import layers
-from specdec.models.batch import Cache, CacheShape, Target
+from specdec.models.batch import Target
 from specdec.models.decoder import (
     AttentionFn,
     Block,
     DecoderParams,
     decoder_target,
+    new_cache,
     paged_attentions,
 )
 from specdec.models.layers import Rotary, linear, pack, rms_norm
@@ -103,22 +103,6 @@ def qwen3_block(
     residual = residual + linear(out, layer.out, layer.out_bias)
     hidden = rms_norm(residual, layer.post_norm, config.rms_norm_eps)
     return feed_forward(layer.mlp, hidden), residual
-
-
-def new_cache(
-    config: Any,
-    num_layers: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    shape: CacheShape,
-) -> Cache:
-    """Zeroed pages; what a mask hides must still be finite."""
-    pages = (shape.num_blocks, shape.block_size, config.num_kv_heads, config.head_dim)
-    keys, values = (
-        tuple(torch.zeros(pages, device=device, dtype=dtype) for _ in range(num_layers))
-        for _ in range(2)
-    )
-    return Cache(keys, values)
 
 
 def pack_layer(layer: Qwen3Layer) -> Qwen3Layer:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Cache, CacheShape, Draft, Target
+from specdec.models.decoder import DecoderParams, load_decoder
 from specdec.models.eagle import EagleConfig, EagleHead, eagle_draft, init_head
 from specdec.models.eagle_checkpoint import save_head
 from specdec.models.layers import map_tree
-from specdec.models.llama import LlamaConfig, LlamaParams, llama_target
-from specdec.models.llama_checkpoint import layer_parts, llama_config, load_llama_params
+from specdec.models.llama import LlamaConfig, llama_target
+from specdec.models.llama_checkpoint import layer_layout, llama_config, llama_layout
+from specdec.models.parts import shapes_of
 
 TINY = {
     "model_type": "llama",
@@ -51,8 +53,7 @@ def tiny_state(config: dict[str, Any], seed: int = 0, scale: float = 0.3) -> dic
     if not settings.tie_word_embeddings:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     for index in range(settings.num_layers):
-        for names in layer_parts(settings, f"model.layers.{index}.").values():
-            shapes |= names
+        shapes |= shapes_of(layer_layout(settings, f"model.layers.{index}."))
     state = {
         name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()
     }
@@ -85,12 +86,12 @@ class InMemory(dict):
 
 def tiny_params(
     seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, **overrides: Any
-) -> tuple[LlamaParams, LlamaConfig]:
+) -> tuple[DecoderParams, LlamaConfig]:
     """Plain parameters of a tiny Llama, without a file."""
     config = tiny_config(**overrides)
     state = InMemory(tiny_state(config, seed))
     settings = llama_config(config)
-    return load_llama_params(state, settings, device, dtype), settings
+    return load_decoder(state, llama_layout(settings), device, dtype), settings
 
 
 def tiny_target(
