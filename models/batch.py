@@ -113,9 +113,11 @@ class Draft(NamedTuple):
     features: Callable[[TargetOutput], Tensor]  # -> [T, H] hidden for the first draft step
     forward: Callable[[Tensor, Tensor, Batch, HeadCache, int], DraftOutput]
     # (input_ids [T], hidden [T, H], batch, cache, draft step) -> DraftOutput
-    logits: Callable[[Tensor, int], Tensor]  # ([n, H], draft step) -> [n, V_draft]
+    logits: Callable[[Tensor, int], Tensor]
+    # ([n, H], draft step) -> [n, logits_size] in the dtype of the target's
     new_cache: Callable[[CacheShape], HeadCache]
-    vocab_size: int  # V_draft, real ids
+    logits_size: int  # V_draft, padding columns included
+    vocab_size: int  # real ids
     vocab_map: VocabMap | None  # None: draft ids are target ids
     max_position: int
     aux_layers: tuple[int, ...] = ()  # boundaries of the target that `features` reads

@@ -188,6 +188,7 @@ def eagle_draft(
         vocab_map, vocab_size = make_vocab_map(d2t, target.lm_head.shape[0]), d2t.numel()
         if lm_head is None:
             lm_head = target.lm_head.index_select(0, d2t)
+    logits_size = len(target.lm_head if lm_head is None else lm_head)
     if lm_head is None:
         project = target.logits
     else:
@@ -207,6 +208,7 @@ def eagle_draft(
         forward=torch.no_grad()(partial(forward, packed, config, embed, freq)),
         logits=torch.no_grad()(logits),
         new_cache=partial(new_cache, config, embed.device, embed.dtype),
+        logits_size=logits_size,
         vocab_size=vocab_size,
         vocab_map=vocab_map,
         max_position=block.max_position,

@@ -88,18 +88,17 @@ class Engine:
             )
         if draft is not None and draft.aux_layers:
             target = _with_streams(target, draft)
-        device = target.lm_head.device
+        weight = target.lm_head
         wants_q = traits_of(stages.verify).wants_draft_probs and draft_sampling == "sample"
-        q_row = _logits_row(draft, target) if draft is not None and wants_q else None
         self.state = new_state(
             limits.max_num_seqs,
             limits.max_model_len,
             limits.max_draft_tokens,
             limits.block_size,
             eos_token_ids,
-            0 if q_row is None else len(q_row),
-            target.lm_head.dtype if q_row is None else q_row.dtype,
-            device,
+            draft.logits_size if draft is not None and wants_q else 0,
+            weight.dtype,
+            weight.device,
         )
         shape = limits.cache_shape
         self.target = Model(target, target.new_cache(shape))
@@ -257,11 +256,6 @@ def _with_streams(target: Target, draft: Draft) -> Target:
             "use another head"
         )
     return target.capture(draft.aux_layers)
-
-
-def _logits_row(draft: Draft, target: Target) -> torch.Tensor:
-    """What one row of the draft's logits looks like, [V_draft]: q is kept as it was drawn from."""
-    return draft.logits(target.lm_head.new_zeros(1, target.lm_head.shape[1]), 0)[0]
 
 
 def generate(

@@ -52,7 +52,8 @@ def markov_draft(chain):
         forward=forward,
         logits=lambda rows, step: rows @ tables[step],
         new_cache=lambda shape: Cache((), ()),
-        vocab_size=tables.shape[1],
+        logits_size=tables.shape[1],
+        vocab_size=tables.shape[2],
         vocab_map=None,
         max_position=10**6,
     )
