@@ -4,10 +4,18 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
+import traceback
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -15,12 +23,20 @@ from specdec.config import StageConfig
 from specdec.errors import ConfigError, SpecdecError, did_you_mean
 
 NO_PROPOSAL = "specdec.propose.none.none"
+_CHOSEN_TWICE = re.compile(r"Multiple values for (\S+?)\. To override .* '?override \S+: (\S+?)'?$")
 RENAMED = {"num_speculative_tokens": "num_draft_tokens"}  # other engines' names
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_BLOCK_SIZE = 4096  # tokens; a request wastes half a block
+MAX_THREADS = 1024
 
 
 def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
     return lambda v: v >= low, f"an integer of at least {low}"
+
+
+def _between(low: int, high: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: low <= v <= high, f"an integer from {low} to {high}"
 
 
 def _null_or(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
@@ -37,7 +53,10 @@ _SEED = (lambda v: -MAX_SEED - 1 <= v <= MAX_SEED, "a 64-bit integer")
 
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sampling.temperature": _TEMPERATURE,
-    "sampling.top_k": (lambda v: v is None or v >= -1, "null (off) or a positive integer"),
+    "sampling.top_k": (
+        lambda v: v is None or -1 <= v <= MAX_TOP_K,
+        f"null (off) or a positive integer up to {MAX_TOP_K}",
+    ),
     "sampling.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "sampling.min_p": (lambda v: 0 <= v <= 1, "from 0 to 1"),
     "sampling.max_tokens": _at_least(1),
@@ -49,10 +68,12 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "propose.temperature": _null_or(_TEMPERATURE),
     "propose.min_ngram": _at_least(1),
     "propose.max_ngram": _at_least(1),
+    "draft.logits_from": _one_of("auto", "shared", "target_rows"),
+    "draft.num_draft_rows": _null_or(_at_least(1)),
     "verify.noise": _one_of("independent", "shared"),
     "schedule.max_num_seqs": _at_least(1),
     "schedule.max_num_batched_tokens": _at_least(1),
-    "cache.block_size": _at_least(1),
+    "cache.block_size": _between(1, MAX_BLOCK_SIZE),
     "cache.num_blocks": _null_or(_at_least(2)),
     "cache.max_model_len": _null_or(_at_least(2)),
     "kernels.backend": _one_of("auto", "torch", "triton"),
@@ -63,7 +84,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "one of auto, cpu, cuda",
     ),
     "dtype": _one_of("auto", "float32", "bfloat16"),
-    "num_threads": _null_or(_at_least(1)),
+    "num_threads": _null_or(_between(1, MAX_THREADS)),
     "logger.mode": _null_or(_one_of("online", "offline", "disabled")),
 }
 
@@ -159,12 +180,31 @@ def one_line(error: BaseException) -> str | None:
     if isinstance(error, OverrideParseException):
         why = _fold(error).partition(" See http")[0]
         return f"the override {error.override} cannot be read: {why}"
+    if isinstance(error, ConfigCompositionException):
+        twice = _CHOSEN_TWICE.match(str(error))
+        if twice:
+            group, name = twice.groups()
+            return f"+{group}={name} chooses twice; write {group}={name}, without the +"
+    if type(error) is ValueError and str(error).startswith("Config group override must be"):
+        return _about_group(error)
     cause = error.__cause__ if isinstance(error, HydraException) else error
     if isinstance(cause, OmegaConfBaseException):
         return _about_omegaconf(error, cause)
     if isinstance(error, HydraException):
         return _fold(error)
     return None
+
+
+def _about_group(error: ValueError) -> str:
+    """An override such as `verify=null`; Hydra's own message does not say which."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    override = frame.f_locals.get("override")
+    group = getattr(override, "key_or_group", "")
+    what = f"{override.input_line}: " if group else ""
+    folder = files("specdec.conf") / group
+    options = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()) if group else []
+    known = f" (known: {', '.join(options)})" if options else ""
+    return f"{what}a group takes the name of one of its options{known}"
 
 
 def _about_omegaconf(error: BaseException, cause: OmegaConfBaseException) -> str:

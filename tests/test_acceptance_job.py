@@ -1,6 +1,5 @@
 """The main job through its command line: files, sweeps, W&B runs, a user's own rule, bad input."""
 
-import csv
 import json
 import os
 import subprocess
@@ -8,61 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
-import tiny_chat
+from scripts import PROMPTS, call, jobs_of, rows_of, summary_of, tiny_job
 
 import specdec.experiments
 from specdec.experiments import acceptance, sweep
-from specdec.models.load import load_target
 
 SCRIPT = Path(specdec.experiments.__file__).with_name("acceptance.py")
-PROMPTS = [
-    {
-        "question_id": f"q{i}",
-        "category": ("math", "coding")[i % 2],
-        "turns": [f"w{7 + i} w30", "w9"],
-    }
-    for i in range(6)
-]
 FILES = ("summary.json", "per_prompt.csv", "acceptance.png", "status.json", "outputs.jsonl")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Overrides that run a tiny random pair over six prompts in fp32."""
-    folder = tmp_path_factory.mktemp("job")
-    target = tiny_chat.write_chat_model(folder / "target")
-    draft = tiny.write_draft(folder / "draft", load_target(target))
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    return [
-        *(f"target.path={target}", f"draft.path={draft}", "data=jsonl", f"data.path={prompts}"),
-        *("dtype=float32", "device=cpu", "num_threads=1", "sampling.max_tokens=12"),
-    ]
-
-
-def call(main, argv, monkeypatch):
-    """Exit status of a script's main(), in this process."""
-    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
-    try:
-        main()
-    except SystemExit as end:
-        return end.code
-    return 0
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def jobs_of(sweep):
-    """The folders of a sweep's jobs in their order."""
-    return [sweep / row["job"] for row in rows_of(sweep / "sweep.csv")]
+    return tiny_job(tmp_path_factory.mktemp("job"))
 
 
 def wandb_records(folder):

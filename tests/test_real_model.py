@@ -83,7 +83,8 @@ def rendered(prompt_set, path):
 def test_greedy_equals_transformers(target, theirs, smollm2_path):
     """Five prompts, speculation off and with K = 1, 3, 5, whole and reduced draft vocabulary."""
     whole = load_draft(HEAD, target)
-    reduced = load_draft(HEAD, target, logits_from="target_rows", num_draft_rows=8192)
+    reduced = load_draft(HEAD, target, logits_from="auto")
+    assert reduced.vocab_size == 8192
     prompts = rendered(builtin(num_prompts=5), smollm2_path)
     check(target, theirs, prompts, [(0, None), (1, whole), (3, reduced), (5, whole)])
 
