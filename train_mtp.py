@@ -3,8 +3,9 @@
     python experiments/generate.py path=data/self
     python train_mtp.py train_data.paths=[data/self] budget.max_tokens=70_000_000 eval_every=200
 
-The run folder gets `head/` (the checkpoint of best decoded acceptance length, in the published
-Eagle layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from).
+The head is the usual one of the target's family, unless `draft.family` names another. The run
+folder gets `head/` (the checkpoint of best decoded acceptance length, in its family's published
+layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from).
 """
 
 import shutil
@@ -39,7 +40,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
 
     from specdec.build import bind, build_stages, load_models
     from specdec.experiments.acceptance import load_prompts
-    from specdec.experiments.heads import eagle_head, target_hidden
+    from specdec.experiments.heads import head_config, target_output, trained_head
     from specdec.experiments.tables import progress as progress_bar
     from specdec.experiments.training import Budget, CsvLog, draft_rows, evaluate
     from specdec.runtime import use_threads
@@ -64,12 +65,28 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
         )
     use_threads(cfg.num_threads, target)
 
-    head = eagle_head(target, seed=cfg.seed, start=models.draft)
+    ranking = rank_ids(data)
+    config = None
+    if models.draft is None:
+        config = head_config(
+            target,
+            cfg.draft.family,
+            num_layers=cfg.head.num_layers,
+            aux_layers=cfg.head.aux_layers,
+            axes={k: v for k, v in plain(cfg.draft.axes).items() if v is not None},
+        )
+    head = trained_head(
+        target,
+        config,
+        seed=cfg.seed,
+        start=models.draft,
+        num_rows=cfg.head.num_rows,
+        ranking=ranking,
+    )
     params = {name: p.requires_grad_() for name, p in head.params.items()}
     average = {name: p.detach().clone() for name, p in params.items()}
     optimizers = make_optimizers(params)
-    ranking = rank_ids(data)
-    lm_head, d2t, t2d = draft_rows(cfg.draft, target, ranking)
+    lm_head, d2t, t2d = draft_rows(cfg.draft, cfg.head, target, ranking)
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         objective = compiled(objective)
     num_steps = cfg.unroll.num_steps
@@ -140,7 +157,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
         if done.best is None or length > done.best:
             done = done._replace(best=length, best_step=done.step)
             best = result
-            head.save(folder / "head", average, ranking=ranking)
+            head.save(folder / "head", average, ranking=ranking, d2t=d2t)
 
     stream = windows(data, start=done.cursor, epochs=budget.epochs, **packing)
     with progress_bar("training", 100) as advance:
@@ -153,14 +170,13 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
             for row in rows:
                 row = to_device(row, device)
                 phases.mark_("data")
-                with torch.no_grad():
-                    features = target_hidden(target, row)
+                out = target_output(target, row, head.config.aux_layers)
                 phases.mark_("target")
-                hidden = head.unroll(params, features, row, num_steps)
+                hidden = head.unroll(params, out, row, num_steps)
                 phases.mark_("unroll")
                 loss, metrics = unrolled_loss(
-                    hidden, features, lm_head, row, objective, weights,
-                    t2d=t2d, num_chunks=cfg.unroll.num_chunks,
+                    hidden, out.hidden, lm_head, row, objective, weights,
+                    own_head=head.lm_head(params), t2d=t2d, num_chunks=cfg.unroll.num_chunks,
                 )  # fmt: skip
                 phases.mark_("loss")
                 loss.backward()
@@ -197,7 +213,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
     if finished and cfg.eval_every != 0 and not evaluated:
         evaluate_and_keep()
     save_state(folder, done, params, average, optimizers)
-    head.save(folder / "last", average, ranking=ranking)
+    head.save(folder / "last", average, ranking=ranking, d2t=d2t)
 
     seconds = time.perf_counter() - began
     summary = {

@@ -3,7 +3,8 @@
     python experiments/generate.py path=data/self responses.num_tokens=16_000_000 \
         prompts.gsm8k_path=train.jsonl prompts.eval_paths=[mt_bench.jsonl]
 
-Prompts are written seeds, templates and instructions that the model writes itself; the responses
+Prompts are written seeds, templates and instructions that the model writes itself, or another bank
+(`prompts.bank._target_=specdec.prompts.simple_prompts`: stories in simple words); the responses
 are sampled at several temperatures, and those that repeat themselves are dropped. The data set goes
 to `path`, `summary.json` to the run folder.
 """
@@ -148,18 +149,19 @@ def write_part(cfg: DictConfig, path: Path, index: int) -> dict[str, Any]:
 
 def prompt_texts(cfg: DictConfig, models: Any, stages: Any, frame: Any, index: int) -> list[str]:
     """User texts of one process: its share of the prompt bank, and what the model asks itself."""
-    from specdec.prompts import training_prompts
+    from specdec.build import bind
     from specdec.prompts.decontaminate import evaluation_texts, ngram_set
     from specdec.training import generation
 
     bank: list[str] = []
     if cfg.prompts.num_prompts:
-        rows = training_prompts(
-            cfg.prompts.num_prompts,
-            cfg.seed,
-            cfg.prompts.gsm8k_path,
-            eval_paths=list(cfg.prompts.eval_paths),
+        offered = {"eval_paths": list(cfg.prompts.eval_paths)}
+        if cfg.prompts.gsm8k_path is not None:
+            offered["gsm8k_path"] = cfg.prompts.gsm8k_path
+        write_bank = bind(
+            cfg.prompts.bank, fn_args=("num", "seed"), offered=offered, key="prompts.bank"
         )
+        rows = write_bank(cfg.prompts.num_prompts, cfg.seed)
         bank = [row["turns"][0] for row in rows][index :: cfg.num_processes]
     texts, asked = list(bank), cfg.instructions
     if asked.num:

@@ -1,25 +1,42 @@
-"""The Eagle head as training sees it: a target over packed rows, a head by its leaves' names."""
+"""A draft head of any family as training sees it: over packed rows, its parameters by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.errors import ConfigError
+from specdec.experiments.targets import block_name, leaf_names, packed_forward, rebuild
 from specdec.models import layers
-from specdec.models.axes import HeadAxes
-from specdec.models.batch import Draft, Target
-from specdec.models.eagle import EagleConfig, EagleHead, eagle_block, eagle_draft, init_head
+from specdec.models.axes import FAMILIES, head_axes
+from specdec.models.batch import Draft, Target, TargetOutput
+from specdec.models.capture import check_layer_ids
+from specdec.models.eagle import (
+    EagleConfig,
+    EagleHead,
+    eagle_block,
+    eagle_draft,
+    features,
+    init_head,
+)
 from specdec.models.eagle_checkpoint import save_head, save_target_rows
-from specdec.models.llama import llama_layer
+from specdec.models.head import head_layout
+from specdec.models.qwen3_next import Qwen3NextConfig
 from specdec.models.rope import inv_freq
-from specdec.training.attention import row_attention
 from specdec.training.packing import Row
 from specdec.training.unroll import unroll
+
+LM_HEAD = "lm_head"  # name of an own vocabulary's matrix among the parameters
+BY_BLOCK = {
+    "llama": "llama_eagle",
+    "qwen3": "qwen3_eagle",
+    "qwen3_moe": "qwen3_moe_eagle",
+    "qwen3_next": "qwen3_next_mtp",
+    "deepseek": "deepseek_mtp",
+}  # the head of a target's block, where none is named
 
 
 class TrainedHead(NamedTuple):
@@ -27,86 +44,163 @@ class TrainedHead(NamedTuple):
 
     config: EagleConfig
     params: dict[str, Tensor]  # fp32, by path in the tree: "fc", "layers.0.qkv", ...
-    unroll: Callable[[Mapping[str, Tensor], Tensor, Row, int], Tensor]
-    # (params, target hidden [T, H], row, steps) -> [K, T, H]
+    unroll: Callable[[Mapping[str, Tensor], TargetOutput, Row, int], Tensor]
+    # (params, the target's output over the row, row, steps) -> [K, T, H]
+    lm_head: Callable[[Mapping[str, Tensor]], Tensor | None]  # own matrix [V_draft, H], cast
     draft: Callable[..., Draft]  # (params, *, d2t=None) -> Draft to decode with
-    save: Callable[..., None]  # (folder, params, *, ranking=None)
+    save: Callable[..., None]  # (folder, params, *, ranking=None, d2t=None)
 
 
-def target_hidden(target: Target, row: Row) -> Tensor:
-    """Features [T, H] of a packed row: the target's hidden states after its final norm."""
-    config, params = target.config, target.params
-    hidden = F.embedding(row.input_ids, target.embed)
-    freq = inv_freq(config.rope, config.head_dim, hidden.device)
-    scale = config.rope.attention_factor
-    rotation = layers.rotary(freq, row.positions, hidden.dtype, scale)
-    attention = partial(row_attention, row=row, scale=config.attention_scale)
-    residual = None
-    for layer in params.layers:
-        hidden, residual = llama_layer(layer, config, hidden, residual, rotation, attention)
-    return layers.rms_norm(hidden + residual, params.norm, config.rms_norm_eps)
+@torch.no_grad()
+def target_output(target: Target, row: Row, aux_layers: tuple[int, ...] = ()) -> TargetOutput:
+    """What a target gives to its head over a packed row: hidden [T, H] after the final norm, and
+    the auxiliary streams."""
+    return packed_forward(target.params, target.config, row, aux_layers)
 
 
-def eagle_head(
-    target: Target, *, seed: int = 0, num_layers: int = 1, start: Draft | None = None
+def head_config(
+    target: Target,
+    family: str | None = None,
+    *,
+    num_layers: int = 1,
+    aux_layers: tuple[int, ...] | None = None,
+    axes: Mapping[str, Any] | None = None,
+) -> EagleConfig:
+    """The config of a new head of the target's width.
+
+    Args:
+        family: a name in `axes.FAMILIES`; None: the usual one of the target's block.
+        aux_layers: of Eagle-3; None: (2, L // 2, L - 3).
+        axes: changes to the family's row.
+
+    Raises:
+        ConfigError: no such family, or its block is not the target's.
+        CheckpointError: the auxiliary layers are not boundaries of the target.
+    """
+    config, own = target.config, block_name(target.config)
+    name = family or BY_BLOCK[own]
+    if name not in FAMILIES:
+        raise ConfigError(f"draft.family={name} is not one of {', '.join(FAMILIES)}")
+    row = head_axes(axes or {}, FAMILIES[name].axes)
+    if row.block != own:
+        raise ConfigError(
+            f"draft.family={name} is made of {row.block} blocks and the target of {own} ones; "
+            f"use {BY_BLOCK[own]}, or set draft.axes.block={own}"
+        )
+    if row.depth_rule == "cycle" and num_layers > 1:
+        raise ConfigError(
+            f"head.num_layers={num_layers}: layers that take turns (draft.family={name}) are "
+            "trained one at a time; use 1"
+        )
+    changes: dict[str, Any] = {"tie_word_embeddings": False}
+    if isinstance(config, Qwen3NextConfig):
+        changes |= {
+            "is_attention": (True,) * num_layers,
+            "is_moe": (config.num_experts > 0,) * num_layers,
+        }
+    else:
+        changes["num_layers"] = num_layers
+    block = replace(config, **changes)
+    first_layer = config.num_layers if FAMILIES[name].method == "mtp" else 0
+    if row.input_features == "last_hidden":
+        return EagleConfig(block, row, name, first_layer)
+    count = config.num_layers
+    ids = (2, count // 2, count - 3) if aux_layers is None else tuple(aux_layers)
+    return EagleConfig(
+        block, row, name, first_layer, check_layer_ids(ids, count), target.embed.shape[1]
+    )
+
+
+def trained_head(
+    target: Target,
+    config: EagleConfig | None = None,
+    *,
+    seed: int = 0,
+    start: Draft | None = None,
+    num_rows: int | None = None,
+    ranking: Tensor | None = None,
 ) -> TrainedHead:
-    """An Eagle head of the target's width, new or as `start` left it, its parameters in fp32.
+    """A head, new or as `start` left it, its parameters in fp32.
 
     The target's embedding and lm_head are used and never written.
+
+    Args:
+        config: of a new head; None: `head_config`'s default.
+        num_rows: size of an own lm_head over the first ids of `ranking`, which is trained too and
+            begins as the target's rows; None: the target's lm_head is used. Not with `start`.
     """
     device, dtype = target.embed.device, target.embed.dtype
+    own_head: Tensor | None = None
     if start is None:
-        block = replace(target.config, num_layers=num_layers, tie_word_embeddings=False)
-        config = EagleConfig(block, HeadAxes())
-        tree = init_head(block, config.axes, seed=seed, device=device)
+        config = config or head_config(target)
+        tree = init_head(
+            config.block,
+            config.axes,
+            aux_layers=config.aux_layers,
+            aux_size=config.aux_size,
+            first_layer=config.first_layer,
+            seed=seed,
+            device=device,
+        )
+        if num_rows is not None:
+            own_head = target.lm_head[own_ids(ranking, num_rows).to(device)].float()
     else:
         config = start.config
-        tree = layers.map_tree(lambda p: _plain(p).float(), start.params)
-    names = leaf_names(tree)
-    params = dict(zip(names, layers.tree_leaves(tree), strict=True))
-    freq = inv_freq(config.block.rope, config.block.head_dim, device)
+        tree = layers.map_tree(lambda p: layers.unpack(p).float(), start.params)
+        if start.vocab_map is not None and config.axes.logits_from == "shared":
+            unit = torch.eye(config.block.hidden_size, device=device, dtype=dtype)
+            own_head = start.logits(unit, 0).T.float()
+    layout = head_layout(config, fc_bias=tree.fc_bias is not None)
+    params = dict(zip(leaf_names(tree), layers.tree_leaves(tree), strict=True))
+    if own_head is not None:
+        params[LM_HEAD] = own_head.contiguous()
+    block = config.block
+    freq = inv_freq(block.rope, block.rotary_dim, device)
 
-    def rebuild(values: Mapping[str, Tensor], dtype: torch.dtype) -> EagleHead:
-        order = iter(names)
-        return layers.map_tree(lambda _: values[next(order)].to(dtype), tree)
+    def build(values: Mapping[str, Tensor], dtype: torch.dtype) -> EagleHead:
+        return rebuild(tree, layout, values, dtype)
 
-    def run(values: Mapping[str, Tensor], hidden: Tensor, row: Row, num_steps: int) -> Tensor:
-        head = rebuild(values, dtype)
+    def lm_head(values: Mapping[str, Tensor]) -> Tensor | None:
+        return values[LM_HEAD].to(dtype) if LM_HEAD in values else None
 
-        def block(embeds, hidden, positions, attention, step):
+    def run(values: Mapping[str, Tensor], out: TargetOutput, row: Row, num_steps: int) -> Tensor:
+        head = build(values, dtype)
+
+        def one_pass(embeds, hidden, positions, attention, step):
             return eagle_block(head, config, embeds, hidden, positions, attention, step, freq)
 
-        scale = config.block.attention_scale
-        return unroll(block, target.embed, hidden, row, num_steps, scale)
+        hidden = features(head, config, out)
+        return unroll(one_pass, target.embed, hidden, row, num_steps, block.attention_scale)
 
+    @torch.no_grad()
     def draft(values: Mapping[str, Tensor], *, d2t: Tensor | None = None) -> Draft:
-        detached = {name: value.detach() for name, value in values.items()}
-        return eagle_draft(rebuild(detached, dtype), config, target, d2t=d2t)
+        return eagle_draft(build(values, dtype), config, target, lm_head=lm_head(values), d2t=d2t)
 
+    @torch.no_grad()
     def save(
-        folder: str | Path, values: Mapping[str, Tensor], *, ranking: Tensor | None = None
+        folder: str | Path,
+        values: Mapping[str, Tensor],
+        *,
+        ranking: Tensor | None = None,
+        d2t: Tensor | None = None,
     ) -> None:
-        detached = {name: value.detach() for name, value in values.items()}
-        save_head(folder, rebuild(detached, torch.float32), config)
-        if ranking is not None:
+        own = values.get(LM_HEAD)
+        save_head(
+            folder,
+            build(values, torch.float32),
+            config,
+            lm_head=own,
+            d2t=None if own is None else d2t,
+        )
+        if ranking is not None and own is None:
             save_target_rows(folder, ranking)
 
-    return TrainedHead(config, params, run, draft, save)
+    return TrainedHead(config, params, run, lm_head, draft, save)
 
 
-def leaf_names(tree: Any, prefix: str = "") -> list[str]:
-    """Dotted paths of a parameter tree's tensors, in the order of `layers.tree_leaves`."""
-    if isinstance(tree, Tensor):
-        return [prefix.removesuffix(".")]
-    if isinstance(tree, tuple):
-        fields = getattr(tree, "_fields", range(len(tree)))
-        return [
-            name
-            for field, item in zip(fields, tree, strict=True)
-            for name in leaf_names(item, f"{prefix}{field}.")
-        ]
-    return []
-
-
-def _plain(weight: Tensor) -> Tensor:
-    return weight.to_dense() if weight.is_mkldnn else weight
+def own_ids(ranking: Tensor | None, num_rows: int) -> Tensor:
+    """The most frequent ids in increasing order: [V_draft] int64."""
+    if ranking is None or not 0 < num_rows <= len(ranking):
+        have = 0 if ranking is None else len(ranking)
+        raise ConfigError(f"head.num_rows={num_rows} must be from 1 to the {have} ids of the data")
+    return ranking[:num_rows].sort().values

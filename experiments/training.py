@@ -12,12 +12,13 @@ from specdec import metrics
 from specdec.build import BoundStages, Models
 from specdec.errors import ConfigError
 from specdec.experiments.decoding import decode_prompts
+from specdec.experiments.heads import own_ids
 from specdec.models.batch import Target
 from specdec.models.eagle import make_vocab_map
 from specdec.prompts import PromptSet
 from specdec.training.checkpoint import Progress
-from specdec.training.data import TokenData
-from specdec.training.packing import epoch_rows
+from specdec.training.data import TokenData, load_dataset
+from specdec.training.packing import Row, epoch_rows, make_row
 
 FOREVER = 1_000_000  # epochs, where another limit ends the run
 
@@ -97,15 +98,38 @@ class CsvLog:
             writer.writerows(rows)
 
 
+def heldout_rows(cfg: DictConfig, vocab_size: int) -> list[Row]:
+    """Rows of `heldout_path`, the same every time; none without one."""
+    if cfg.heldout_path is None:
+        return []
+    data = load_dataset(cfg.heldout_path, vocab_size=vocab_size)
+    if cfg.heldout_tokens is not None and cfg.heldout_tokens < data.num_supervised.sum():
+        data = load_dataset(cfg.heldout_path, num_tokens=cfg.heldout_tokens)
+    packing = {"row_tokens": cfg.train_data.row_tokens, "seed": 0}
+    rows = epoch_rows(data, epoch=0, **packing)
+    return [make_row(data, samples, packing["row_tokens"]) for samples in rows]
+
+
 def draft_rows(
-    cfg: DictConfig, target: Target, ranking: Tensor
+    cfg: DictConfig, head: DictConfig, target: Target, ranking: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(lm_head rows, d2t, t2d) of the vocabulary that the head is trained over.
 
     All of the target's with `draft.logits_from=shared`; with `target_rows` the first
-    `draft.num_draft_rows` ids of the ranking, over which the target's distribution is renormalised.
+    `draft.num_draft_rows` ids of the ranking, over which the target's distribution is renormalised;
+    with an own lm_head the first `head.num_rows` likewise.
     """
-    if cfg.logits_from == "shared":
+    if head.num_rows is not None:
+        if cfg.logits_from == "target_rows":
+            raise ConfigError(
+                f"head.num_rows={head.num_rows} makes an own lm_head, and "
+                f"draft.logits_from={cfg.logits_from} takes the target's; set one of them"
+            )
+        rows = make_vocab_map(
+            own_ids(ranking, head.num_rows).to(target.lm_head.device), target.lm_head.shape[0]
+        )
+        return target.lm_head[rows.d2t], rows.d2t, rows.t2d
+    if cfg.logits_from != "target_rows":
         return target.lm_head[: target.vocab_size], None, None
     if cfg.num_draft_rows is None or not 0 < cfg.num_draft_rows <= len(ranking):
         raise ConfigError(

@@ -19,7 +19,15 @@ from specdec.models.mla import (
     new_latent_cache,
     pack_mla,
 )
-from specdec.models.moe import Experts, Mlp, grouped_sigmoid_routing, mlp, pack_mlp, run_experts
+from specdec.models.moe import (
+    Experts,
+    Mlp,
+    ObserveFn,
+    grouped_sigmoid_routing,
+    mlp,
+    pack_mlp,
+    run_experts,
+)
 from specdec.models.rope import Rope
 
 
@@ -95,10 +103,12 @@ def deepseek_layer(
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
+    observe: ObserveFn | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One pre-norm block over [..., H]; the block's output is hidden + residual.
 
-    `residual` is None before the first block. For `attention` see `latent_attention`.
+    `residual` is None before the first block. For `attention` see `latent_attention`; `observe`
+    sees the routing of a block with experts.
     """
     residual = hidden if residual is None else hidden + residual
     hidden = residual
@@ -108,10 +118,15 @@ def deepseek_layer(
     hidden = rms_norm(residual, layer.post_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, Mlp):
         return mlp(layer.mlp, hidden), residual
-    return deepseek_moe(layer.mlp, config, hidden), residual
+    return deepseek_moe(layer.mlp, config, hidden, observe), residual
 
 
-def deepseek_moe(params: DeepseekMoe, config: DeepseekConfig, hidden: Tensor) -> Tensor:
+def deepseek_moe(
+    params: DeepseekMoe,
+    config: DeepseekConfig,
+    hidden: Tensor,
+    observe: ObserveFn | None = None,
+) -> Tensor:
     """Chosen and shared experts of [..., H] -> [..., H]."""
     rows = hidden.flatten(0, -2)
     routing = grouped_sigmoid_routing(
@@ -124,6 +139,8 @@ def deepseek_moe(params: DeepseekMoe, config: DeepseekConfig, hidden: Tensor) ->
         normalise=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )
+    if observe is not None:
+        observe(routing)
     out = run_experts(params.experts, rows, routing).view(hidden.shape)
     return out if params.shared is None else out + mlp(params.shared, hidden)
 

@@ -94,6 +94,7 @@ def init_head(
     *,
     aux_layers: tuple[int, ...] = (),
     aux_size: int = 0,
+    first_layer: int = 0,
     seed: int = 0,
     std: float = 0.02,
     device: torch.device | str = "cpu",
@@ -123,7 +124,9 @@ def init_head(
         eye = torch.cat((torch.zeros(rows, columns - rows), torch.eye(rows)), dim=1)
         return eye.to(device, dtype)
 
-    layout = head_layout(EagleConfig(block, axes, aux_layers=aux_layers, aux_size=aux_size))
+    layout = head_layout(
+        EagleConfig(block, axes, first_layer=first_layer, aux_layers=aux_layers, aux_size=aux_size)
+    )
     head = map_parts(make, layout)._replace(fc=map_parts(pass_last, layout.fc))
     if aux_size == block.hidden_size:
         head = head._replace(aux_fc=map_parts(pass_last, layout.aux_fc))

@@ -15,7 +15,7 @@ device alone, never by a value on the device (measured on an H200, torch 2.11):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,9 @@ class Routing(NamedTuple):
     experts: Tensor  # [N, k] int64
     weights: Tensor  # [N, k] fp32
     scores: Tensor  # [N, E] fp32, before any choice; for balance losses
+
+
+ObserveFn = Callable[[Routing], None]  # sees where a block's rows go, with their gradients
 
 
 class SoftmaxMoe(NamedTuple):
@@ -114,10 +117,19 @@ def run_experts(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:
     return (out * routing.weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
 
 
-def softmax_moe(params: SoftmaxMoe, hidden: Tensor, *, top_k: int, normalise: bool) -> Tensor:
+def softmax_moe(
+    params: SoftmaxMoe,
+    hidden: Tensor,
+    *,
+    top_k: int,
+    normalise: bool,
+    observe: ObserveFn | None = None,
+) -> Tensor:
     """[..., H] -> [..., H]."""
     rows = hidden.flatten(0, -2)
     routing = softmax_routing(rows, params.gate, top_k=top_k, normalise=normalise)
+    if observe is not None:
+        observe(routing)
     return run_experts(params.experts, rows, routing).view(hidden.shape)
 
 

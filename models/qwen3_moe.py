@@ -16,7 +16,7 @@ from specdec.models.decoder import (
     paged_attentions,
 )
 from specdec.models.layers import Rotary
-from specdec.models.moe import Mlp, SoftmaxMoe, mlp, softmax_moe
+from specdec.models.moe import Mlp, ObserveFn, SoftmaxMoe, mlp, softmax_moe
 from specdec.models.qwen3 import Qwen3Config, Qwen3Layer, new_cache, pack_layer, qwen3_block
 
 
@@ -45,16 +45,25 @@ def qwen3_moe_layer(
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
+    observe: ObserveFn | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `qwen3_layer`; the layer's `mlp` is dense or has experts."""
-    feed_forward = partial(_feed_forward, config)
+    """As `qwen3_layer`; the layer's `mlp` is dense or has experts, whose routing `observe` sees."""
+    feed_forward = partial(_feed_forward, config, observe)
     return qwen3_block(layer, config, hidden, residual, rotation, attention, feed_forward)
 
 
-def _feed_forward(config: Qwen3MoeConfig, params: Mlp | SoftmaxMoe, hidden: Tensor) -> Tensor:
+def _feed_forward(
+    config: Qwen3MoeConfig, observe: ObserveFn | None, params: Mlp | SoftmaxMoe, hidden: Tensor
+) -> Tensor:
     if isinstance(params, Mlp):
         return mlp(params, hidden)
-    return softmax_moe(params, hidden, top_k=config.top_k, normalise=config.norm_topk_prob)
+    return softmax_moe(
+        params,
+        hidden,
+        top_k=config.top_k,
+        normalise=config.norm_topk_prob,
+        observe=observe,
+    )
 
 
 QWEN3_MOE = Block(qwen3_moe_layer, paged_attentions, new_cache, pack_layer)

@@ -26,7 +26,7 @@ from specdec.models.decoder import (
 )
 from specdec.models.deltanet import DeltaNet, DeltaNetConfig, RecurrenceFn, delta_mixer
 from specdec.models.layers import Rotary, linear, pack
-from specdec.models.moe import Experts, Mlp, mlp, pack_mlp, run_experts, softmax_routing
+from specdec.models.moe import Experts, Mlp, ObserveFn, mlp, pack_mlp, run_experts, softmax_routing
 from specdec.models.qwen3 import new_cache as new_paged_cache
 from specdec.models.rope import Rope, inv_freq
 
@@ -116,12 +116,14 @@ def qwen3_next_layer(
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn | RecurrenceFn,
+    observe: ObserveFn | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One pre-norm block over [..., H]; the block's output is hidden + residual.
 
     Args:
         residual: None before the first block.
         attention: for a DeltaNet layer, its recurrence.
+        observe: sees the routing of a layer with experts.
     """
     residual = hidden if residual is None else hidden + residual
     hidden = residual
@@ -135,7 +137,7 @@ def qwen3_next_layer(
     hidden = zero_centred_norm(residual, layer.post_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, Mlp):
         return mlp(layer.mlp, hidden), residual
-    return shared_expert_moe(layer.mlp, config, hidden), residual
+    return shared_expert_moe(layer.mlp, config, hidden, observe), residual
 
 
 def gated_attention(
@@ -162,12 +164,19 @@ def rotate_first(x: Tensor, rotation: Rotary) -> Tensor:
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
-def shared_expert_moe(params: SharedExpertMoe, config: Qwen3NextConfig, hidden: Tensor) -> Tensor:
+def shared_expert_moe(
+    params: SharedExpertMoe,
+    config: Qwen3NextConfig,
+    hidden: Tensor,
+    observe: ObserveFn | None = None,
+) -> Tensor:
     """[..., H] -> [..., H]."""
     rows = hidden.flatten(0, -2)
     routing = softmax_routing(
         rows, params.gate, top_k=config.experts_per_token, normalise=config.normalise_weights
     )
+    if observe is not None:
+        observe(routing)
     shared = mlp(params.shared, rows) * linear(rows, params.shared_gate).sigmoid()
     return (run_experts(params.experts, rows, routing) + shared).view(hidden.shape)
 

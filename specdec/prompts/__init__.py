@@ -15,6 +15,7 @@ from specdec.errors import DataError
 from specdec.prompts.decontaminate import drop_contaminated, shared_ngrams
 from specdec.prompts.records import Prompt, PromptSet, prompt_set, read_rows, stratified
 from specdec.prompts.render import render
+from specdec.prompts.simple import simple, simple_prompts
 from specdec.prompts.training import training_prompts
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "read_rows",
     "render",
     "shared_ngrams",
+    "simple",
+    "simple_prompts",
     "spec_bench",
     "stratified",
     "training_prompts",

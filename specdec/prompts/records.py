@@ -62,6 +62,8 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where} is not valid JSON: {error.msg} at column {error.colno}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        raise DataError(f"{where} is not JSON that can be read: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object but {type(row).__name__}")
     return row
@@ -95,6 +97,7 @@ def prompt_set(
     for number, row in read_rows(path):
         try:
             prompt = parse_row(row, number)
+            _check_unicode(prompt)
         except KeyError as error:
             raise DataError(f"{path} line {number} has no field {error.args[0]}") from error
         except ValueError as error:
@@ -108,6 +111,15 @@ def prompt_set(
         raise DataError(f"{path} is empty; it must hold at least one prompt")
     chosen = tuple(stratified(prompts, num_prompts))
     return PromptSet(name, chosen, turns, system_prompt, template)
+
+
+def _check_unicode(prompt: Prompt) -> None:
+    """Raises ValueError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    for text in (prompt.prompt_id, prompt.category, *prompt.turns):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{text!r:.60} is not valid Unicode: {error.reason}") from error
 
 
 def stratified(prompts: Sequence[Prompt], num_prompts: int | None) -> list[Prompt]:

@@ -49,10 +49,10 @@ class Bank(NamedTuple):
     fillers: Mapping[str, Sequence[str]]
 
 
-def load_bank() -> Bank:
-    """The bank that comes with the package."""
+def load_bank(name: str = "templates.jsonl") -> Bank:
+    """A bank that comes with the package."""
     kinds: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for _, row in read_rows(_package_file("templates.jsonl")):
+    for _, row in read_rows(package_file(name)):
         kinds[row["kind"]][row["group"]].append(row["text"])
     return Bank(dict(kinds["template"]), dict(kinds["follow_up"]), dict(kinds["filler"]))
 
@@ -79,7 +79,7 @@ def training_prompts(
         DataError: a file cannot be read, or the bank cannot give so many prompts.
     """
     rng = random.Random(seed)
-    own = [_package_file("builtin.jsonl"), _package_file("dev.jsonl")]
+    own = [package_file("builtin.jsonl"), package_file("dev.jsonl")]
     seen = ngram_set(evaluation_texts([*own, *eval_paths]))
     bank = load_bank()
 
@@ -166,7 +166,7 @@ def _with_second_turn(
 
 
 def _seed_rows() -> list[dict[str, Any]]:
-    rows = (row for _, row in read_rows(_package_file("train_seeds.jsonl")))
+    rows = (row for _, row in read_rows(package_file("train_seeds.jsonl")))
     return [_row("seed", row["category"], row["turns"]) for row in rows]
 
 
@@ -185,5 +185,5 @@ def _row(source: str, category: str, turns: list[str]) -> dict[str, Any]:
     return {"prompt_id": f"{source}-{digest}", "category": category, "turns": turns}
 
 
-def _package_file(name: str) -> str:
+def package_file(name: str) -> str:
     return str(files("specdec.prompts") / name)

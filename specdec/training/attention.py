@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.training.packing import Row
@@ -42,10 +43,10 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, row: Row, scale: float) -> Te
     """Causal attention within each document.
 
     Args:
-        q: [T, Hq, D]; k, v: [T, Hkv, D], Hq a multiple of Hkv.
+        q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv], Dv at most D; Hq a multiple of Hkv.
 
     Returns:
-        [T, Hq, D].
+        [T, Hq, Dv].
     """
     return unrolled_attention(q, [k], [v], row, scale)
 
@@ -59,16 +60,19 @@ def unrolled_attention(
 
     Args:
         q: [T, Hq, D], rotated at position + k.
-        keys, values: one [T, Hkv, D] a step, keys rotated at position + step.
+        keys: one [T, Hkv, D] a step, rotated at position + step.
+        values: one [T, Hkv, Dv] a step, Dv at most D.
 
     Returns:
-        [T, Hq, D].
+        [T, Hq, Dv].
     """
     group = q.shape[1] // keys[0].shape[1]
     keys = [x.repeat_interleave(group, dim=1) for x in keys]
     values = [x.repeat_interleave(group, dim=1) for x in values]
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        return flash_unrolled(q, keys, values, row, scale, FLASH)
+        width = values[0].shape[-1]  # the flash kernels want values as wide as keys
+        values = [F.pad(x, (0, q.shape[-1] - width)) for x in values]
+        return flash_unrolled(q, keys, values, row, scale, FLASH)[..., :width]
     return padded_unrolled(q, keys, values, row, scale)
 
 

@@ -1,6 +1,8 @@
-"""Typed keys of conf/generate.yaml and conf/train_mtp.yaml; see specdec/config.py."""
+"""Typed keys of what makes text, targets and heads: generate, retokenize, pretrain, train_mtp,
+quality; see specdec/config.py."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -22,9 +24,17 @@ from specdec.config import (
 
 
 @dataclass
+class BankConfig(StageConfig):
+    """Written prompts: (num, seed, *, eval_paths) -> rows with `turns`."""
+
+    _target_: str = "specdec.prompts.training_prompts"
+
+
+@dataclass
 class PromptsConfig:
-    num_prompts: int = 20_000  # from the written seeds, templates and GSM8K
-    gsm8k_path: str | None = None  # train.jsonl of GSM8K
+    bank: BankConfig = field(default_factory=BankConfig)
+    num_prompts: int = 20_000  # of the bank
+    gsm8k_path: str | None = None  # train.jsonl of GSM8K, for a bank that takes it
     eval_paths: list[str] = field(default_factory=list)  # no prompt shares a 13-gram with them
     max_prompt_tokens: int = 320  # with the template; longer prompts are left out
     passes: int = 2  # over all prompts; a prompt is answered greedily at most once
@@ -68,6 +78,24 @@ class GenerateConfig:
     dtype: str = "auto"
     num_threads: int | None = None
     seed: int = 0
+
+
+@dataclass
+class SourceConfig:
+    paths: list[str] = field(default_factory=list)  # folders that generate.py wrote
+    tokenizer: str = MISSING  # of the model that wrote them
+
+
+@dataclass
+class RetokenizeConfig:
+    """Keys of `experiments/retokenize.py`."""
+
+    source: SourceConfig = field(default_factory=SourceConfig)
+    path: str | None = None  # folder to write; null: `data` in the run folder
+    tokenizer: str | None = None  # folder of a tokenizer to use; null makes one
+    vocab_size: int = 2048
+    bpe_chars: int = 40_000_000  # of text that the tokenizer is made from
+    heldout_share: float = 0.02  # of the prompts
 
 
 @dataclass
@@ -123,6 +151,15 @@ class DecayConfig(LrScheduleConfig):
 
 
 @dataclass
+class HeadConfig:
+    """Of a new head; its family and axes are `draft.family` and `draft.axes`."""
+
+    num_layers: int = 1
+    aux_layers: list[int] | None = None  # of Eagle-3; null: (2, L // 2, L - 3)
+    num_rows: int | None = None  # an own lm_head over the most frequent ids; null: the target's
+
+
+@dataclass
 class UnrollConfig:
     num_steps: int = 5  # draft steps that are trained
     decay: float = 0.8  # weight of step i is decay^i
@@ -141,11 +178,47 @@ class BudgetConfig:
 
 
 @dataclass
+class BalanceConfig:
+    """How experts are kept in use."""
+
+    loss: float = 0.01  # weight of the balance loss, for routers of softmax
+    rate: float = 0.001  # by which DeepSeek's correction biases move a step
+
+
+@dataclass
+class PretrainConfig:
+    """Keys of `experiments/pretrain.py`."""
+
+    shape: dict[str, Any] = field(default_factory=dict)  # a config.json without vocabulary and ids
+    tokenizer: str = MISSING  # folder, copied beside the weights
+    train_data: TrainDataConfig = field(default_factory=TrainDataConfig)
+    heldout_path: str | None = None  # a data set that is not trained on
+    heldout_tokens: int | None = 500_000  # of it, supervised; null: all
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    eval_every: int | None = None  # steps; null: at the end only
+    accumulation: int = 1  # rows an optimiser step
+    clip_norm: float = 1.0
+    average_decay: float = 0.998  # of the weights that are evaluated and saved; 0: no average
+    log_every: int = 50  # steps
+    save_every: int | None = None  # steps between states for resuming; null: at the end
+    resume: str | None = None  # run folder to go on from
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+
+
+@dataclass
 class TrainConfig:
     """Keys of `train_mtp.py`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)  # path: the head to go on from
+    head: HeadConfig = field(default_factory=HeadConfig)
     train_data: TrainDataConfig = field(default_factory=TrainDataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -175,9 +248,49 @@ class TrainConfig:
     seed: int = 0
 
 
+@dataclass
+class TextConfig:
+    """How a model's English is judged."""
+
+    heldout_path: str = MISSING  # a data set of experiments/retokenize.py
+    heldout_tokens: int | None = 500_000  # of it, supervised; null: all
+    train_data: TrainDataConfig = field(default_factory=TrainDataConfig)  # how it is packed
+    words_path: str = MISSING  # words.txt of experiments/retokenize.py
+    num_samples: int = 20
+    temperature: float = 0.8
+    max_tokens: int = 200
+
+
+@dataclass
+class QualityConfig:
+    """Keys of `experiments/quality.py`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    postprocess: PostprocessConfig = field(default_factory=PostprocessConfig)
+    propose: ProposeConfig = field(default_factory=ProposeConfig)
+    rival: ProposeConfig = field(default_factory=ProposeConfig)  # what the head is compared with
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    data: DataConfig = field(default_factory=DataConfig)  # prompts of the pair's own kind
+    builtin: DataConfig = field(default_factory=DataConfig)  # and others
+    builtin_max_tokens: int = 64
+    text: TextConfig = field(default_factory=TextConfig)
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+
+
 SCHEMAS: dict[str, type] = {
     "generate": GenerateConfig,
+    "retokenize": RetokenizeConfig,
+    "pretrain": PretrainConfig,
     "train": TrainConfig,
+    "quality": QualityConfig,
     "train_data": TrainDataConfig,
     "objective": ObjectiveConfig,
     "adamw": AdamwConfig,

@@ -93,6 +93,7 @@ def unrolled_loss(
     divergence: Callable[..., RowLoss],
     weights: Sequence[float],
     *,
+    own_head: Tensor | None = None,
     t2d: Tensor | None = None,
     num_chunks: int = 16,
 ) -> tuple[Tensor, StepMetrics]:
@@ -108,6 +109,8 @@ def unrolled_loss(
         lm_head: [V, H], frozen; some of the target's rows when the draft vocabulary is reduced.
         divergence: (student [K, n, V], teacher [n, V], labels [n], weights [K, n]) -> RowLoss.
         weights: [K] of the sums over labels; divide by the number of labels beforehand.
+        own_head: [V, H] that the head's hidden states meet instead of `lm_head`; takes the gradient
+            too.
         t2d: [V_target] draft id of each target id, -1 where the reduced vocabulary has none. Such
             labels are left out.
         num_chunks: the head's logits exist for T / num_chunks rows at a time, those of the same
@@ -117,14 +120,18 @@ def unrolled_loss(
         sum_k weights[k] * sum_labels loss, and the unweighted sums.
     """
     loss, *sums = _UnrolledLoss.apply(
-        hidden, target_hidden, lm_head, row, divergence, tuple(weights), t2d, num_chunks
+        hidden, own_head, target_hidden, lm_head, row, divergence, tuple(weights), t2d, num_chunks
     )
     return loss, StepMetrics(*sums)
 
 
 class _UnrolledLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, target_hidden, lm_head, row, divergence, weights, t2d, num_chunks):
+    def forward(
+        ctx, hidden, own_head, target_hidden, lm_head, row, divergence, weights, t2d, num_chunks
+    ):
+        head = lm_head if own_head is None else own_head
+        head_grad = None if own_head is None else torch.zeros_like(own_head, dtype=torch.float32)
         num_steps, num_columns, width = hidden.shape
         size = -(-num_columns // (num_chunks * num_steps))
         labels, valid = _padded_labels(row, size, t2d)
@@ -144,19 +151,26 @@ class _UnrolledLoss(torch.autograd.Function):
         for first in range(0, len(labels), size):
             chunk = slice(first, first + size)
             teacher = target_hidden[labels[chunk] - 1] @ lm_head.T
-            student = (flat[source[:, chunk].flatten()] @ lm_head.T).view(num_steps, size, -1)
+            taken = flat[source[:, chunk].flatten()]
+            student = (taken @ head.T).view(num_steps, size, -1)
             counted = reached[:, chunk].float()
             rows = divergence(student, teacher, label_ids[chunk], scales[:, None] * counted)
-            grad.index_copy_(0, sink[:, chunk].flatten(), rows.grad.flatten(0, 1) @ lm_head)
+            flat_grad = rows.grad.flatten(0, 1)
+            grad.index_copy_(0, sink[:, chunk].flatten(), flat_grad @ head)
+            if head_grad is not None:
+                head_grad += flat_grad.T @ taken
             sums += (torch.stack([rows.loss, rows.agrees, rows.overlap]) * counted).sum(-1)
-        ctx.save_for_backward(grad.view(num_steps, -1, width)[:, :num_columns])
+        ctx.save_for_backward(grad.view(num_steps, -1, width)[:, :num_columns], head_grad)
+        ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(*sums)
         return (sums[0] * scales).sum(), *sums
 
     @staticmethod
     def backward(ctx, *grads):
-        grad_loss, (grad,) = grads[0], ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), *(None,) * 7
+        grad_loss, (grad, head_grad) = grads[0], ctx.saved_tensors
+        if head_grad is not None:
+            head_grad = (head_grad * grad_loss).to(ctx.head_dtype)
+        return grad * grad_loss.to(grad.dtype), head_grad, *(None,) * 7
 
 
 def _padded_labels(row: Row, size: int, t2d: Tensor | None) -> tuple[Tensor, Tensor]:
