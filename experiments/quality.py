@@ -1,0 +1,155 @@
+"""What a small pair is worth: its English, and the acceptance of its head beside n-gram drafts.
+
+    python experiments/quality.py target.path=run/target draft.path=run/head \
+        text.heldout_path=data/small/heldout text.words_path=data/small/words.txt
+
+The run folder gets `quality.json` and `samples.txt`.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from specdec.checks import check_values, plain
+from specdec.experiments.acceptance import load_prompts
+from specdec.experiments.jobs import hydra_script, write_json
+from specdec.training.config import register
+
+register()
+
+
+def quality(cfg: DictConfig, folder: Path) -> float | None:
+    """One run. Returns the acceptance length on held-out prompts."""
+    from specdec.build import build_stages, load_models
+    from specdec.experiments.tables import number, print_table
+    from specdec.runtime import use_threads
+
+    check_values(cfg)
+    began = time.perf_counter()
+    models = load_models(cfg, uses_draft=True)
+    use_threads(cfg.num_threads, models.target)
+    stages, rival = build_stages(cfg), build_stages(changed(cfg, propose=plain(cfg.rival)))
+    prompts, builtin = load_prompts(cfg), load_prompts(changed(cfg, data=plain(cfg.builtin)))
+    short = changed(cfg, sampling={**plain(cfg.sampling), "max_tokens": cfg.builtin_max_tokens})
+    result = {
+        "heldout": compare(cfg, models, stages, rival, prompts),
+        "builtin": compare(short, models, stages, rival, builtin),
+        "bits_per_byte": heldout_bits(cfg, models),
+        "samples": sampled(cfg, models, prompts, folder),
+        "dtype": str(models.dtype).removeprefix("torch."),
+        "device": str(models.device),
+        "num_draft_tokens": stages.num_draft_tokens,
+        "seconds": time.perf_counter() - began,
+        "config": plain(cfg),
+    }
+    write_json(folder / "quality.json", result)
+    rows = [["held-out bits a byte", number(result["bits_per_byte"])]]
+    for name in ("heldout", "builtin"):
+        found = result[name]
+        rows.append([f"acceptance length, {name}", number(found["acceptance_length"])])
+        rows.append([f"  less n-gram's, {name}", number(found["above_ngram"])])
+    rows += [[f"samples: {k}", number(v)] for k, v in result["samples"].items()]
+    print_table(str(cfg.target.path), ["", ""], rows)
+    print(f"results: {folder}")
+    return result["heldout"]["acceptance_length"]
+
+
+def changed(cfg: DictConfig, **nodes: Any) -> DictConfig:
+    """The configuration with other nodes, without its types."""
+    return OmegaConf.create({**plain(cfg), **nodes})
+
+
+def compare(cfg: DictConfig, models: Any, stages: Any, rival: Any, prompts: Any) -> dict[str, Any]:
+    """Acceptance of the head and of the rival on the same prompts, and their difference with its
+    paired 95% interval."""
+    from specdec import metrics
+    from specdec.experiments.decoding import decode_prompts
+
+    names = (
+        *("acceptance_length", "acceptance_length_ci95", "per_position_joint"),
+        *("per_position_conditional", "bytes_per_round", "repeated_8gram_share", "num_prompts"),
+    )
+    decoded = [decode_prompts(cfg, models, s, prompts).outputs for s in (stages, rival)]
+    own, other = (metrics.summarize(outputs, stages.num_draft_tokens) for outputs in decoded)
+    pairs = []
+    for outputs in decoded:
+        counts = metrics.by_prompt(outputs).values()
+        pairs.append(([c.committed for c in counts], [c.rounds for c in counts]))
+    difference, low, high = metrics.paired_difference(*pairs)
+    alike = [a.token_ids == b.token_ids for a, b in zip(*decoded, strict=True)]
+    return {
+        **{name: own[name] for name in names},
+        "ngram_acceptance_length": other["acceptance_length"],
+        "above_ngram": difference,
+        "above_ngram_ci95": [low, high],
+        "same_texts": sum(alike) / len(alike),
+    }
+
+
+def heldout_bits(cfg: DictConfig, models: Any) -> float:
+    """Bits a byte of the held-out answers."""
+    import torch
+
+    from specdec.experiments.targets import packed_forward
+    from specdec.experiments.training import heldout_rows
+    from specdec.training.packing import to_device
+    from specdec.training.pretraining import bits_per_byte
+    from specdec.training.tokenizer import bytes_of_ids
+
+    target = models.target
+    rows = [to_device(row, models.device) for row in heldout_rows(cfg.text, target.vocab_size)]
+    return bits_per_byte(
+        lambda row: packed_forward(target.params, target.config, row).hidden,
+        target.lm_head,
+        rows,
+        torch.tensor(bytes_of_ids(models.tokenizer.backend_tokenizer)),
+    )
+
+
+def sampled(cfg: DictConfig, models: Any, prompts: Any, folder: Path) -> dict[str, Any]:
+    """Plainly sampled answers: the share of their words that the training text has, and of their
+    8-grams that repeat an earlier one."""
+    from specdec import metrics
+    from specdec.build import plain_stages
+    from specdec.experiments.decoding import decode_prompts
+    from specdec.prompts.records import PromptSet
+
+    text = cfg.text
+    chosen = prompts.prompts[: text.num_samples]
+    few = PromptSet(prompts.name, chosen, prompts.turns)
+    sampling = {
+        **plain(cfg.sampling),
+        "temperature": text.temperature,
+        "max_tokens": text.max_tokens,
+    }
+    cfg = changed(cfg, sampling=sampling)
+    decoded = decode_prompts(cfg, models, plain_stages(cfg), few)
+    known = set(Path(text.words_path).read_text(encoding="utf-8").split())
+    share, unknown = known_words(decoded.texts, known)
+    lines = [f"> {p.turns[0]}\n{t}\n" for p, t in zip(chosen, decoded.texts, strict=True)]
+    (folder / "samples.txt").write_text("\n".join(lines), encoding="utf-8")
+    return {
+        "known_word_share": share,
+        "unknown_words": ", ".join(unknown[:20]),
+        "repeated_8gram_share": metrics.summarize(decoded.outputs, 0)["repeated_8gram_share"],
+        "num_samples": len(chosen),
+        "ended_share": sum(o.finish_reason == "stop" for o in decoded.outputs) / len(chosen),
+    }
+
+
+def known_words(texts: Sequence[str], known: set[str]) -> tuple[float | None, list[str]]:
+    """Share of the texts' words that are in `known`, and the others in order."""
+    from specdec.experiments.retokenize import words_of
+
+    words = [word for text in texts for word in words_of(text)]
+    unknown = [word for word in words if word not in known]
+    return (1 - len(unknown) / len(words) if words else None), list(dict.fromkeys(unknown))
+
+
+main = hydra_script("quality")(quality)
+
+if __name__ == "__main__":
+    main()
