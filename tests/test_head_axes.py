@@ -134,6 +134,7 @@ def test_family_and_axes_are_configuration(tmp_path):
     draft = tiny.write_draft(tmp_path / "draft", load_target(target))
     register_schemas()
     overrides = [f"target.path={target}", f"draft.path={draft}", "dtype=float32", "device=cpu"]
+    overrides.append("draft.logits_from=shared")  # the default preset drafts over a ranking
     chosen = ["draft.family=llama_eagle", "draft.axes.recycle=pinned"]
     with initialize_config_module("specdec.conf", version_base="1.3"):
         for more, recycle in (([], "pre_norm"), (chosen, "pinned")):
