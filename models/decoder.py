@@ -6,6 +6,7 @@ What families share; a family's file holds its config, its parameters and its bl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +20,36 @@ from specdec.models.capture import check_layer_ids, run_stack
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.layers import linear, rms_norm
 from specdec.models.parts import check_layout, part, read_layout
-from specdec.models.rope import inv_freq
+from specdec.models.rope import Rope, inv_freq
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 # (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, Dv]) -> [..., Hq, Dv]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What Llama-like families have in common."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # which the hidden size need not determine
+    rms_norm_eps: float
+    rope: Rope
+    max_position: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
 
 
 class Block(NamedTuple):

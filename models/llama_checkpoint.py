@@ -9,7 +9,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.decoder import DecoderParams, decoder_layout, load_decoder
+from specdec.models.decoder import DecoderConfig, DecoderParams, decoder_layout, load_decoder
 from specdec.models.llama import LlamaConfig, LlamaLayer, pack_layer
 from specdec.models.parts import Part, part
 from specdec.models.rope import read_rope, rope_settings
@@ -17,6 +17,14 @@ from specdec.models.rope import read_rope, rope_settings
 
 def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """The fields of a Hugging Face config.json. Raises CheckpointError naming what is missing."""
+    return LlamaConfig(**decoder_fields(config), mlp_bias=bool(config.get("mlp_bias", False)))
+
+
+def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `DecoderConfig`, which Llama-like families name alike in their config.json.
+
+    Raises CheckpointError naming what is missing.
+    """
 
     def need(name: str) -> Any:
         if config.get(name) is None:
@@ -32,21 +40,20 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
             f"num_attention_heads={num_heads} is not a multiple of "
             f"num_key_value_heads={num_kv_heads}"
         )
-    return LlamaConfig(
-        vocab_size=need("vocab_size"),
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=config.get("head_dim") or need("hidden_size") // num_heads,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=read_rope(config),
-        max_position=config.get("max_position_embeddings", 2048),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-    )
+    return {
+        "vocab_size": need("vocab_size"),
+        "hidden_size": need("hidden_size"),
+        "intermediate_size": need("intermediate_size"),
+        "num_layers": need("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": config.get("head_dim") or need("hidden_size") // num_heads,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope": read_rope(config),
+        "max_position": config.get("max_position_embeddings", 2048),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": bool(config.get("attention_bias", False)),
+    }
 
 
 def llama_config_json(config: LlamaConfig) -> dict[str, Any]:
@@ -54,6 +61,14 @@ def llama_config_json(config: LlamaConfig) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        **decoder_config_json(config),
+        "mlp_bias": config.mlp_bias,
+    }
+
+
+def decoder_config_json(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json entries that `decoder_fields` reads back."""
+    return {
         "hidden_act": "silu",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -66,7 +81,6 @@ def llama_config_json(config: LlamaConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
         **rope_settings(config.rope),
     }
 

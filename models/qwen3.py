@@ -13,6 +13,7 @@ from specdec.models.batch import Target
 from specdec.models.decoder import (
     AttentionFn,
     Block,
+    DecoderConfig,
     DecoderParams,
     decoder_target,
     new_cache,
@@ -20,31 +21,11 @@ from specdec.models.decoder import (
 )
 from specdec.models.layers import Rotary, linear, pack, rms_norm
 from specdec.models.moe import Mlp, mlp, pack_mlp
-from specdec.models.rope import Rope
 
 
 @dataclass(frozen=True)
-class Qwen3Config:
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: Rope
-    max_position: int
-    tie_word_embeddings: bool
-    attention_bias: bool
-
-    @property
-    def attention_scale(self) -> float:
-        return self.head_dim**-0.5
-
-    @property
-    def rotary_dim(self) -> int:
-        return self.head_dim
+class Qwen3Config(DecoderConfig):
+    pass
 
 
 class Qwen3Layer(NamedTuple):

@@ -10,34 +10,20 @@ import torch
 from specdec.errors import CheckpointError
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.decoder import DecoderParams, decoder_layout, load_decoder
-from specdec.models.llama_checkpoint import llama_config
+from specdec.models.llama_checkpoint import decoder_config_json, decoder_fields
 from specdec.models.moe import mlp_layout
 from specdec.models.parts import Part, part
 from specdec.models.qwen3 import Qwen3Config, Qwen3Layer, pack_layer
-from specdec.models.rope import rope_settings
 
 DEFAULT_HEAD_DIM = 128  # of a config.json that names none, as in transformers
 
 
 def qwen3_config(config: Mapping[str, Any]) -> Qwen3Config:
     """The fields of a Hugging Face config.json. Raises CheckpointError naming what is missing."""
-    shared = llama_config(config)
     if config.get("use_sliding_window"):
         raise CheckpointError("use_sliding_window=true is not supported; only full attention is")
-    return Qwen3Config(
-        vocab_size=shared.vocab_size,
-        hidden_size=shared.hidden_size,
-        intermediate_size=shared.intermediate_size,
-        num_layers=shared.num_layers,
-        num_heads=shared.num_heads,
-        num_kv_heads=shared.num_kv_heads,
-        head_dim=config.get("head_dim") or DEFAULT_HEAD_DIM,
-        rms_norm_eps=shared.rms_norm_eps,
-        rope=shared.rope,
-        max_position=shared.max_position,
-        tie_word_embeddings=shared.tie_word_embeddings,
-        attention_bias=shared.attention_bias,
-    )
+    head_dim = config.get("head_dim") or DEFAULT_HEAD_DIM
+    return Qwen3Config(**decoder_fields({**config, "head_dim": head_dim}))
 
 
 def qwen3_config_json(config: Any) -> dict[str, Any]:
@@ -45,19 +31,7 @@ def qwen3_config_json(config: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
-        **rope_settings(config.rope),
+        **decoder_config_json(config),
     }
 
 
