@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from scipy.stats import chi2
 
+from specdec.draft_sampling import sample_draft
 from specdec.keys import Keys, Purpose, uniform
-from specdec.sampling import make_dist, sample_draft
+from specdec.sampling import make_dist
 from specdec.state import DraftDist, Drafts
 
 PROMPT_LEN = 5  # where the first sampled token sits

@@ -8,8 +8,9 @@ import pytest
 import torch
 from battery import frequencies, neutral, ragged_dist, verify_many
 
+from specdec.draft_sampling import sample_draft
 from specdec.keys import Keys
-from specdec.sampling import row_distribution, sample_draft, target_probs
+from specdec.sampling import row_distribution, target_probs
 from specdec.state import Drafts
 from specdec.verify.delta import delta
 from specdec.verify.greedy import greedy

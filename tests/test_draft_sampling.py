@@ -5,9 +5,10 @@ import pytest
 import torch
 from battery import mixed, neutral
 
+from specdec.draft_sampling import draft_prob_of, draft_probs, sample_draft
 from specdec.keys import Keys, Purpose, target_exponential, uniform
 from specdec.models.batch import VocabMap
-from specdec.sampling import draft_prob_of, draft_probs, sample_draft, target_probs
+from specdec.sampling import target_probs
 
 
 def keys_of(n, start=12):

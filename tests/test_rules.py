@@ -8,9 +8,10 @@ import pytest
 import torch
 from battery import Chain, decode, joint_fits, random_chain
 
+from specdec.draft_sampling import sample_draft
 from specdec.kernels.categorical.reference import categorical
 from specdec.keys import Keys, Purpose
-from specdec.sampling import row_distribution, sample_draft
+from specdec.sampling import row_distribution
 from specdec.state import Drafts
 from specdec.verify import rejection as rejection_module
 from specdec.verify.delta import delta

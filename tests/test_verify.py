@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from specdec.draft_sampling import sample_draft
 from specdec.keys import Keys
-from specdec.sampling import sample_draft, target_probs
+from specdec.sampling import target_probs
 from specdec.state import INVALID_TOKEN_ID, DraftDist, Drafts, Verification
 from specdec.verify import RuleTraits, rule, traits_of
 from specdec.verify.delta import delta

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdec.draft_sampling import DraftSample, sample_draft
 from specdec.keys import Keys
 from specdec.models.batch import NULL_BLOCK, Batch, Draft, TargetOutput
 from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
-from specdec.sampling import DraftSample, sample_draft
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
 from specdec.step import Model, attention_group, slot_of
 

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from specdec.draft_sampling import draft_prob_of, draft_probs
 from specdec.kernels.categorical.reference import categorical
 from specdec.keys import Keys, Purpose, uniform
-from specdec.sampling import draft_prob_of, draft_probs, prob_of, target_probs
+from specdec.sampling import prob_of, target_probs
 from specdec.state import PLACEHOLDER_TOKEN_ID, Drafts, TargetDist, Verification
 from specdec.verify import (
     complete,
