@@ -1,6 +1,7 @@
 """Plots as PNG files. matplotlib is imported when one is drawn; no global state of it is used."""
 
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,15 @@ def _figure(width: float, height: float):
 
 def _save(figure: Any, path: Path) -> None:
     part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png", dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box is drawn instead
+        figure.savefig(part, format="png", dpi=120)
     part.replace(path)
+
+
+def _text(label: str) -> str:
+    """A label as it is written: dollars do not begin a formula."""
+    return label.replace("$", r"\$")
 
 
 def plot_acceptance(outputs: Sequence[Output], summary: dict[str, Any], path: Path) -> None:
@@ -45,7 +53,7 @@ def plot_acceptance(outputs: Sequence[Output], summary: dict[str, Any], path: Pa
         rounds.setdefault(output.category, []).extend(output.rounds)
     counts = {category: count_rounds(r) for category, r in rounds.items()}
     lengths = {category: c.committed / c.rounds for category, c in counts.items() if c.rounds}
-    by_category.barh(list(lengths), list(lengths.values()))
+    by_category.barh([_text(name) for name in lengths], list(lengths.values()))
     by_category.invert_yaxis()
     by_category.set(xlabel="acceptance length")
 
@@ -68,11 +76,11 @@ def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) 
     for row in done:
         others = [k for k in keys if k != x_key] if x_key else []
         label = ", ".join(f"{k.rpartition('.')[2]}={row.get(k, '')}" for k in others)
-        series.setdefault(label, []).append(row)
+        series.setdefault(_text(label), []).append(row)
     for label, members in series.items():
         if x_key:
             members.sort(key=lambda row: float(row[x_key]))
-        x = [float(row[x_key]) if x_key else str(row["job"]) for row in members]
+        x = [float(row[x_key]) if x_key else _text(str(row["job"])) for row in members]
         y = [row["acceptance_length"] for row in members]
         low = [_gap(r["acceptance_length"], r["acceptance_length_ci95_low"]) for r in members]
         high = [_gap(r["acceptance_length_ci95_high"], r["acceptance_length"]) for r in members]
@@ -128,7 +136,7 @@ def plot_compare(rows: Sequence[Any], keys: Sequence[str], path: Path) -> None:
     for row in rows:
         positions = [j for j, share in enumerate(row.joint, 1) if share is not None]
         shares = [row.joint[j - 1] for j in positions]
-        by_position.plot(positions, shares, marker="o", markersize=4, label=row.label)
+        by_position.plot(positions, shares, marker="o", markersize=4, label=_text(row.label))
     longest = max((len(row.joint) for row in rows), default=0)
     by_position.set(xlabel="draft position", ylabel="share of the drafts kept", ylim=(0, 1))
     by_position.set_xticks(range(1, longest + 1))
@@ -137,7 +145,7 @@ def plot_compare(rows: Sequence[Any], keys: Sequence[str], path: Path) -> None:
     series: dict[str, list[Any]] = {}
     for row in rows:
         label = ", ".join(f"{k.rpartition('.')[2]}={shown(row.run, k)}" for k in others)
-        series.setdefault(label, []).append(row)
+        series.setdefault(_text(label), []).append(row)
     for label, members in series.items():
         done = sorted((r for r in members if r.length is not None), key=lambda r: len(r.joint))
         y = [r.length for r in done]

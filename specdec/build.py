@@ -76,7 +76,10 @@ def bind(
     keywords = {str(k): v for k, v in values.items() if k != "_partial_"}
     label = f"{key}._target_={target}" if key else str(target)
     function = _locate(target, label)
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{label} has no signature to check; wrap it in a function") from error
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < len(fn_args) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -114,7 +117,7 @@ def _locate(target: Any, label: str) -> Any:
     if not isinstance(target, str) or not target.strip("."):
         raise ConfigError(f"{label}: give the dotted path of a function")
     module_name, _, name = target.rpartition(".")
-    if not module_name:
+    if not module_name or target.startswith("."):
         raise ConfigError(f"{label} must be a dotted path, MODULE.FUNCTION")
     try:
         module = importlib.import_module(module_name)
@@ -122,7 +125,7 @@ def _locate(target: Any, label: str) -> Any:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise ConfigError(f"{label}: no module {error.name!r} on PYTHONPATH") from error
         raise ConfigError(f"{label}: importing {module_name} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = type(error).__name__
         raise ConfigError(f"{label}: importing {module_name} failed: {kind}: {error}") from error
     function = getattr(module, name, None)
@@ -278,12 +281,18 @@ def build_engine(
     num_seqs = max(1, min(cfg.schedule.max_num_seqs, num_requests))
     block_size = cfg.cache.block_size
     per_request = blocks_for(max_model_len + bound.num_draft_tokens, block_size)
+    draft = models.draft if bound.uses_draft is not False else None
+    shape = CacheShape(1, block_size, num_seqs, bound.num_draft_tokens + 1)
+    fit = runtime.blocks_that_fit(models.target, draft, shape, models.device)
     num_blocks = cfg.cache.num_blocks
     if num_blocks is None:
-        draft = models.draft if bound.uses_draft is not False else None
-        shape = CacheShape(1, block_size, num_seqs, bound.num_draft_tokens + 1)
-        fit = runtime.blocks_that_fit(models.target, draft, shape, models.device)
         num_blocks = min(num_seqs * per_request + 1, max(fit, per_request + 1))
+    if num_blocks * runtime.CACHE_SHARE > fit:
+        raise ConfigError(
+            f"cache.num_blocks={num_blocks} of {block_size} tokens do not fit the free memory of "
+            f"{models.device}, which holds {int(fit / runtime.CACHE_SHARE)}; lower it, or "
+            "cache.max_model_len or sampling.max_tokens"
+        )
     limits = Limits(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=cfg.schedule.max_num_batched_tokens,
@@ -294,7 +303,7 @@ def build_engine(
     )
     return Engine(
         models.target,
-        models.draft if bound.uses_draft is not False else None,
+        draft,
         bound.stages,
         limits,
         eos_token_ids=models.eos_token_ids,

@@ -23,7 +23,7 @@ from specdec.config import StageConfig
 from specdec.errors import ConfigError, SpecdecError, did_you_mean
 
 NO_PROPOSAL = "specdec.propose.none.none"
-_CHOSEN_TWICE = re.compile(r"Multiple values for (\S+?)\. To override .* '?override \S+: (\S+?)'?$")
+_CHOSEN_TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use '\S+ \S+ (\S+)'")
 RENAMED = {"num_speculative_tokens": "num_draft_tokens"}  # other engines' names
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -51,6 +51,8 @@ def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
 _TEMPERATURE = (lambda v: math.isfinite(v) and v >= 0, "a finite number of at least 0")
 _SEED = (lambda v: -MAX_SEED - 1 <= v <= MAX_SEED, "a 64-bit integer")
 
+_PATH = (lambda v: v.strip() != "", "a path, package:NAME/FILE or pretrained/NAME")
+
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sampling.temperature": _TEMPERATURE,
     "sampling.top_k": (
@@ -68,6 +70,8 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "propose.temperature": _null_or(_TEMPERATURE),
     "propose.min_ngram": _at_least(1),
     "propose.max_ngram": _at_least(1),
+    "target.path": _PATH,
+    "draft.path": _null_or(_PATH),
     "draft.logits_from": _one_of("auto", "shared", "target_rows"),
     "draft.num_draft_rows": _null_or(_at_least(1)),
     "verify.noise": _one_of("independent", "shared"),
@@ -86,6 +90,10 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dtype": _one_of("auto", "float32", "bfloat16"),
     "num_threads": _null_or(_between(1, MAX_THREADS)),
     "logger.mode": _null_or(_one_of("online", "offline", "disabled")),
+    "logger.project": (
+        lambda v: 0 < len(v) <= 128 and not set(v) & set("/\\#?%:"),
+        "a name of at most 128 characters without / \\ # ? % :",
+    ),
 }
 
 
@@ -184,9 +192,11 @@ def one_line(error: BaseException) -> str | None:
         twice = _CHOSEN_TWICE.match(str(error))
         if twice:
             group, name = twice.groups()
-            return f"+{group}={name} chooses twice; write {group}={name}, without the +"
+            return f"{group}={name} is chosen already; choose another with {group}=, without a +"
     if type(error) is ValueError and str(error).startswith("Config group override must be"):
         return _about_group(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return _about_file(error)
     cause = error.__cause__ if isinstance(error, HydraException) else error
     if isinstance(cause, OmegaConfBaseException):
         return _about_omegaconf(error, cause)
@@ -205,6 +215,13 @@ def _about_group(error: ValueError) -> str:
     options = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir()) if group else []
     known = f" (known: {', '.join(options)})" if options else ""
     return f"{what}a group takes the name of one of its options{known}"
+
+
+def _about_file(error: OSError) -> str:
+    """A file or folder that the system refuses."""
+    called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    fix = "; choose another hydra.run.dir or hydra.sweep.dir" if "mkdir" in called else ""
+    return f"{error.filename}: {error.strerror}{fix}"
 
 
 def _about_omegaconf(error: BaseException, cause: OmegaConfBaseException) -> str:

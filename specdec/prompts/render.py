@@ -49,7 +49,9 @@ def render(
                 tokenizer.apply_chat_template(messages, tokenize=False, **options),
             )
         encoding = tokenizer.apply_chat_template(messages, return_dict=True, **options)
-    except TemplateError as error:
+    except DataError:
+        raise
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"the chat template cannot render {prompt.prompt_id!r}: {error}") from error
     return list(encoding["input_ids"])
 
