@@ -133,9 +133,10 @@ def blocks_that_fit(
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes on the device."""
+    """Free bytes on the device, with those that torch holds and does not use."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
