@@ -170,7 +170,7 @@ class Engine:
         """
         requests = Requests(self.running, self.waiting, self.free_slots, self.pool.free)
         plan = self.stages.schedule(requests, self.limits)
-        check_plan(plan, requests)
+        check_plan(plan, requests, self.limits)
         self._book_(plan)
         if not plan.slots:
             return []

@@ -164,12 +164,17 @@ def schedule(
     )
 
 
-def check_plan(plan: Plan, requests: Requests) -> None:
-    """Raises ConfigError where a plan names slots or blocks that the requests cannot have.
+def check_plan(plan: Plan, requests: Requests, limits: Limits) -> None:
+    """Raises ConfigError where a plan names slots, blocks or drafts that there is no room for.
 
     Slots and blocks are taken from the ends of the free lists, in order; a slot that runs is held
     or admitted, and not preempted.
     """
+    if not 0 <= plan.num_draft_tokens <= limits.max_draft_tokens:
+        raise ConfigError(
+            f"the schedule asks for K={plan.num_draft_tokens} drafts, and there are "
+            f"{limits.max_draft_tokens} lookahead slots; raise propose.num_draft_tokens"
+        )
     admitted = [admission.slot for admission in plan.admissions]
     blocks = [block for _, _, block in plan.new_blocks]
     for what, asked, free in (

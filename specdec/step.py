@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from specdec.errors import ConfigError
 from specdec.keys import Keys
 from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Draft, Target
 from specdec.sampling import process_logits
@@ -202,7 +203,13 @@ def commit_(state: State, batch: Batch, committed: Committed, drafts: Drafts) ->
 
     Returns:
         Drafts now pending [R].
+
+    Raises:
+        ConfigError: there are more drafts than State has room for.
     """
+    proposed, k = drafts.token_ids.shape[1], state.draft_token_ids.shape[1]
+    if proposed > k:
+        raise ConfigError(f"the proposer made {proposed} drafts a request, and K is at most {k}")
     slots = batch.request_slots
     width = committed.token_ids.shape[1]
     column = state.num_tokens[slots, None] + torch.arange(width, device=slots.device)
@@ -213,11 +220,10 @@ def commit_(state: State, batch: Batch, committed: Committed, drafts: Drafts) ->
     state.num_computed_tokens[slots] = committed.num_computed_tokens
     state.finish_reason[slots] = committed.finish_reason
 
-    k = state.draft_token_ids.shape[1]
     room = state.max_len[slots] - committed.num_tokens - 1
     going = (committed.num_committed > 0) & (committed.finish_reason == 0)
-    num_drafts = torch.minimum(drafts.num_drafts, room).clamp(min=0) * going
-    pad = k - drafts.token_ids.shape[1]
+    num_drafts = torch.minimum(drafts.num_drafts.clamp(max=proposed), room).clamp(min=0) * going
+    pad = k - proposed
     token_ids = torch.nn.functional.pad(drafts.token_ids, (0, pad), value=PLACEHOLDER_TOKEN_ID)
     pending = torch.arange(k, device=slots.device)[None, :] < num_drafts[:, None]
     state.draft_token_ids[slots] = torch.where(pending, token_ids, PLACEHOLDER_TOKEN_ID)

@@ -244,8 +244,9 @@ def faulty(engine, **changes):
         {"admissions": lambda plan: ()},
         {"slots": lambda plan: (5, *plan.slots[1:])},
         {"preempted": lambda plan: (4,)},
+        {"num_draft_tokens": lambda plan: 4},
     ],
-    ids=["blocks", "stranger's blocks", "slot", "not admitted", "stranger's row", "preempted"],
+    ids=["blocks", "stranger's blocks", "slot", "not admitted", "stranger's row", "preempted", "K"],
 )
 def test_a_faulty_plan_changes_no_books(target, changes):
     engine = eagle_engine(target)
@@ -256,6 +257,16 @@ def test_a_faulty_plan_changes_no_books(target, changes):
         faulty(engine, **changes).step()
     assert (engine.pool.free, engine.free_slots) == books
     assert (len(engine.waiting), engine.running) == (2, [])
+
+
+def test_a_proposer_that_drafts_too_much_is_named(target):
+    def propose(*args, num_draft_tokens, **keywords):
+        return autoregressive(*args, num_draft_tokens=num_draft_tokens + 1, **keywords)
+
+    engine = tiny_engine(target, tiny_draft(target), propose, delta, k=2)
+    engine.add(requests([PROMPT], max_tokens=9)[0])
+    with pytest.raises(ConfigError, match="made 3 drafts a request, and K is at most 2"):
+        engine.step()
 
 
 def test_a_failed_step_leaks_nothing(target):
