@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from specdec.checks import check_values, plain
 from specdec.experiments.jobs import hydra_script, job_info, write_json
-from specdec.training.config import register
+from specdec.training.pair_config import register
 
 register()
 
@@ -176,7 +176,8 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            shift_corrections_(corrections, chosen, cfg.balance.rate)
+            if corrections:
+                shift_corrections_(corrections, chosen, cfg.balance.rate)
             labels += num_labels
             done = done._replace(
                 step=done.step + 1,

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from specdec.checks import check_values, plain
 from specdec.experiments.acceptance import load_prompts
 from specdec.experiments.jobs import hydra_script, write_json
-from specdec.training.config import register
+from specdec.training.pair_config import register
 
 register()
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from specdec.checks import check_values, plain
 from specdec.errors import DataError
 from specdec.experiments.jobs import hydra_script, write_json
-from specdec.training.config import register
+from specdec.training.pair_config import register
 
 register()
 
