@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.engine import generate
 from specdec.models.batch import CacheShape, Target
+from specdec.models.decoder import Block, causal_attention, dense_forward
 from specdec.models.parts import shapes_of
 from specdec.propose.ngram import ngram
 from specdec.verify.rejection import rejection
@@ -113,6 +114,28 @@ def check_captured(ours: Target, theirs: Any, norm: Tensor, eps: float) -> None:
         assert relative_error(stream, states[index][0]) <= 1e-5
     last = torch.nn.functional.rms_norm(out.aux[0], norm.shape, norm, eps)
     assert relative_error(last, out.hidden) <= 1e-6
+
+
+def check_dense(block: Block, ours: Target, theirs: Any) -> None:
+    """Whole texts without a cache."""
+    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
+    attention = causal_attention(ours.config)
+    hidden = dense_forward(block, ours.params, ours.config, ids, attention)
+    for row in range(2):
+        expected = reference_logits(theirs, ids[row].tolist())
+        assert relative_error(ours.logits(hidden[row]), expected) <= 1e-4
+
+
+def check_bfloat16(exact: Target, rounded: Target, chunk: int) -> None:
+    """Hidden states in bf16 stay near those in fp32."""
+    shape = CacheShape(40, 4, 4, 1)
+    for a, b in zip(
+        prefill(exact, PROMPTS, exact.new_cache(shape), 4),
+        prefill(rounded, PROMPTS, rounded.new_cache(shape), 4, chunk),
+        strict=True,
+    ):
+        assert b.dtype == torch.bfloat16
+        assert relative_error(b.float(), a) < 0.05
 
 
 def check_greedy_is_unchanged(target: Target, batch: int) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models.batch import CacheShape
-from specdec.models.decoder import causal_attention, dense_forward
 from specdec.models.deepseek import DEEPSEEK, DeepseekMoe
 from specdec.models.deepseek_checkpoint import (
     deepseek_config,
@@ -136,13 +135,7 @@ def test_captured_streams_are_transformers_hidden_states(pair):
 
 
 def test_dense_forward_equals_transformers(pair):
-    ours, theirs = pair
-    ids = torch.tensor([families.PROMPTS[2], families.PROMPTS[2][::-1]])
-    attention = causal_attention(ours.config)
-    hidden = dense_forward(DEEPSEEK, ours.params, ours.config, ids, attention)
-    for row in range(2):
-        expected = families.reference_logits(theirs, ids[row].tolist())
-        assert families.relative_error(ours.logits(hidden[row]), expected) <= 1e-4
+    families.check_dense(DEEPSEEK, *pair)
 
 
 @pytest.mark.parametrize("batch", [1, 5])

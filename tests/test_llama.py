@@ -1,10 +1,12 @@
 """The Llama family against transformers, whole, chunked, ragged, and in verify-shaped steps."""
 
+import families
 import pytest
 import tiny
 import torch
 
 from specdec.models import layers
+from specdec.models.llama import LLAMA
 from specdec.models.load import load_target
 
 LLAMA3 = {
@@ -31,11 +33,6 @@ VARIANTS = {
     "multi_head": {"num_key_value_heads": 4},
     "biased": {"attention_bias": True, "mlp_bias": True},
 }
-PROMPTS = [[7, 3, 60, 2, 9, 9, 41, 5, 1, 13, 22], [11], list(range(2, 40))]
-
-
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -53,65 +50,32 @@ def pair(request, tmp_path_factory):
     return load_target(folder), theirs
 
 
-@torch.no_grad()
-def reference_logits(theirs, prompt):
-    return theirs(torch.tensor([prompt])).logits[0]
-
-
 @pytest.mark.parametrize("chunk", [0, 1, 3, 7])
 def test_logits_equal_transformers_whole_and_in_chunks(pair, chunk):
-    ours, theirs = pair
-    hidden = tiny.prefill(ours, PROMPTS, tiny.new_cache(ours, 40, 4), 4, chunk)
-    for prompt, rows in zip(PROMPTS, hidden, strict=True):
-        expected = reference_logits(theirs, prompt)
-        assert relative_error(ours.logits(rows), expected) <= 1e-4
+    families.check_chunks(*pair, chunk)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_decode_rows_equal_transformers(pair, block_size):
-    """Verify-shaped steps of K + 1 rows, with a prefill chunk and padding rows beside them."""
-    ours, theirs = pair
-    first, second = [5, 9, 20, 33, 7, 8, 1, 2, 3, 4, 60], list(range(3, 30))
-    cache = tiny.new_cache(ours, 80, block_size)
-    tables = [list(range(1, 1 + 30 // block_size + 1)), list(range(40, 40 + 30 // block_size + 1))]
-    steps = [(first[:3], 0, second[:2], 0), (first[3:6], 3, second[2:14], 2)]
-    steps += [(first[6:11], 6, second[14:27], 14)]
-    rows = [[], []]
-    for ids, start, other, other_start in steps:
-        batch = tiny.make_batch(
-            [tiny.Step(ids, start, tables[0]), tiny.Step(other, other_start, tables[1])],
-            block_size,
-            num_padding=3,
-        )
-        hidden = ours.forward(batch, cache).hidden
-        assert torch.isfinite(hidden).all()
-        rows[0].append(hidden[: len(ids)])
-        rows[1].append(hidden[len(ids) : len(ids) + len(other)])
-    for prompt, parts in zip((first, second), rows, strict=True):
-        logits = ours.logits(torch.cat(parts))
-        assert relative_error(logits, reference_logits(theirs, prompt)) <= 1e-4
+    families.check_decode(*pair, block_size)
 
 
 def test_a_rejected_draft_leaves_no_trace(pair):
-    """Rows written past the committed length are overwritten by the next step's."""
+    families.check_rejected_rows(*pair)
+
+
+def test_captured_streams_are_transformers_hidden_states(pair):
     ours, theirs = pair
-    prompt, cache = [5, 9, 20, 33, 7, 8], tiny.new_cache(ours, 8, 4)
-    ours.forward(tiny.make_batch([tiny.Step([5, 9, 61, 62, 63], 0, [1, 2])], 4), cache)
-    out = ours.forward(tiny.make_batch([tiny.Step(prompt[2:], 2, [1, 2])], 4), cache).hidden
-    expected = reference_logits(theirs, prompt)[2:]
-    assert relative_error(ours.logits(out), expected) <= 1e-4
+    families.check_captured(ours, theirs, theirs.model.norm.weight, ours.config.rms_norm_eps)
+
+
+def test_dense_forward_equals_transformers(pair):
+    families.check_dense(LLAMA, *pair)
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_bfloat16_stays_near_float32(chunk):
-    exact, rounded = tiny.tiny_target(), tiny.tiny_target(dtype=torch.bfloat16)
-    for a, b in zip(
-        tiny.prefill(exact, PROMPTS, tiny.new_cache(exact, 40, 4), 4),
-        tiny.prefill(rounded, PROMPTS, tiny.new_cache(rounded, 40, 4), 4, chunk),
-        strict=True,
-    ):
-        assert b.dtype == torch.bfloat16
-        assert relative_error(b.float(), a) < 0.05
+    families.check_bfloat16(tiny.tiny_target(), tiny.tiny_target(dtype=torch.bfloat16), chunk)
 
 
 def test_real_weights_equal_transformers(smollm2_path):
@@ -131,8 +95,8 @@ def test_real_weights_equal_transformers(smollm2_path):
     prompt = [1, 9690, 198, 2683, 359, 253, 5356, 2, 198, 1, 4093, 198, 49151, 0, 17, 300, 4000]
     cache = tiny.new_cache(ours, 4, 16)
     logits = ours.logits(tiny.prefill(ours, [prompt], cache, 16, chunk=6)[0])
-    expected = reference_logits(theirs.eval(), prompt)
-    assert relative_error(logits, expected) <= 1e-4
+    expected = families.reference_logits(theirs.eval(), prompt)
+    assert families.relative_error(logits, expected) <= 1e-4
     assert ((logits - expected).abs().max() / expected.abs().max()).item() <= 1e-4
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 

@@ -6,8 +6,6 @@ import tiny
 import torch
 
 from specdec.errors import CheckpointError
-from specdec.models.batch import CacheShape
-from specdec.models.decoder import causal_attention, dense_forward
 from specdec.models.layers import map_tree, unpack
 from specdec.models.load import load_target, open_checkpoint, read_config
 from specdec.models.parts import named_tensors, read_layout
@@ -92,13 +90,7 @@ def test_captured_streams_are_transformers_hidden_states(pair):
 
 
 def test_dense_forward_equals_transformers(pair):
-    ours, theirs = pair
-    ids = torch.tensor([families.PROMPTS[2], families.PROMPTS[2][::-1]])
-    attention = causal_attention(ours.config)
-    hidden = dense_forward(QWEN3, ours.params, ours.config, ids, attention)
-    for row in range(2):
-        expected = families.reference_logits(theirs, ids[row].tolist())
-        assert families.relative_error(ours.logits(hidden[row]), expected) <= 1e-4
+    families.check_dense(QWEN3, *pair)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -107,14 +99,7 @@ def test_greedy_is_unchanged_by_speculation(folder, batch):
 
 
 def test_bfloat16_stays_near_float32(folder):
-    exact, rounded = load_target(folder), load_target(folder, dtype="bfloat16")
-    for a, b in zip(
-        tiny.prefill(exact, families.PROMPTS, exact.new_cache(CacheShape(40, 4, 1, 1)), 4),
-        tiny.prefill(rounded, families.PROMPTS, rounded.new_cache(CacheShape(40, 4, 1, 1)), 4, 3),
-        strict=True,
-    ):
-        assert b.dtype == torch.bfloat16
-        assert families.relative_error(b.float(), a) < 0.05
+    families.check_bfloat16(load_target(folder), load_target(folder, dtype="bfloat16"), 3)
 
 
 def test_head_dim_is_the_configs_own(folder):

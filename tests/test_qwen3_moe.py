@@ -7,7 +7,6 @@ import torch
 from test_qwen3 import TINY as DENSE
 
 from specdec.errors import CheckpointError
-from specdec.models.decoder import causal_attention, dense_forward
 from specdec.models.load import load_target, open_checkpoint, read_config
 from specdec.models.moe import Mlp, SoftmaxMoe
 from specdec.models.parts import named_tensors, read_layout
@@ -88,13 +87,7 @@ def test_captured_streams_are_transformers_hidden_states(pair):
 
 
 def test_dense_forward_equals_transformers(pair):
-    ours, theirs = pair
-    ids = torch.tensor([families.PROMPTS[2], families.PROMPTS[2][::-1]])
-    attention = causal_attention(ours.config)
-    hidden = dense_forward(QWEN3_MOE, ours.params, ours.config, ids, attention)
-    for row in range(2):
-        expected = families.reference_logits(theirs, ids[row].tolist())
-        assert families.relative_error(ours.logits(hidden[row]), expected) <= 1e-4
+    families.check_dense(QWEN3_MOE, *pair)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
