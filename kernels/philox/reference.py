@@ -4,6 +4,8 @@ Words are held in int64 tensors with values in [0, 2^32); products wrap in two's
 the high word is an arithmetic shift away and results equal Triton's `tl.randint4x` bit for bit.
 """
 
+from typing import cast
+
 from torch import Tensor, log1p
 
 _MASK = 0xFFFFFFFF
@@ -13,7 +15,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 def philox(
     seed: Tensor, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words for each key and counter.
 
     Args:
@@ -34,7 +36,7 @@ def philox(
             high & _MASK,
         )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return cast("tuple[Tensor, Tensor, Tensor, Tensor]", (c0, c1, c2, c3))  # the seed is in each
 
 
 def to_uniform(words: Tensor) -> Tensor:
