@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny import tiny_draft, tiny_params, tiny_target
 
 from specdec.engine import Request, generate
 from specdec.errors import ConfigError, RequestError
-from specdec.models.batch import Cache, Draft, DraftOutput, Target, TargetOutput
+from specdec.models.batch import Cache, Draft, DraftOutput, Target, TargetOutput, VocabMap
 from specdec.models.llama import llama_target
 from specdec.propose.autoregressive import autoregressive
 from specdec.verify.delta import delta
@@ -63,10 +64,10 @@ def one_hot(ids, table):
     return torch.nn.functional.one_hot(ids, len(table)).to(table.dtype)
 
 
-def chain_engine(chain, rule, mode):
+def chain_engine(chain, rule, mode, draft=None, num_blocks=8001):
     return tiny_engine(
         markov_target(chain),
-        markov_draft(chain),
+        draft or markov_draft(chain),
         autoregressive,
         rule,
         k=3,
@@ -74,7 +75,7 @@ def chain_engine(chain, rule, mode):
         max_num_seqs=2000,
         max_num_batched_tokens=8000,
         max_model_len=12,
-        num_blocks=8001,
+        num_blocks=num_blocks,
         eos=(),
     )
 
@@ -101,6 +102,34 @@ def test_engine_emits_the_target_distribution(rule, mode, draws):
     for result in joint_fits(tokens[:, :3], chain.target):
         assert result.good, result
     assert sum(r.accepted for result in results for r in result.rounds) > 0
+
+
+@pytest.mark.parametrize("draws", [6_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sample", "greedy"])
+def test_what_disturbs_rounds_leaves_the_distribution(mode, draws):
+    """A drafter that lacks an id, another K at every step, and preemption with drafts pending."""
+    chain = random_chain(vocab_size=4, num_drafts=3, seed=11)
+    d2t, t2d = torch.tensor([0, 2, 3]), torch.tensor([0, -1, 1, 2])
+    whole = markov_draft(chain)
+    draft = whole._replace(
+        logits=lambda rows, step: whole.logits(rows, step)[:, d2t],
+        logits_size=3,
+        vocab_size=3,
+        vocab_map=VocabMap(d2t, t2d),
+    )
+    engine = chain_engine(chain, rejection, mode, draft=draft, num_blocks=2600)
+    plan, ks = engine.stages.schedule, cycle((3, 0, 1, 3, 2))
+    engine.stages = engine.stages._replace(
+        schedule=lambda *args: plan(*args, num_draft_tokens=next(ks))
+    )
+    asked = [Request((0,), max_tokens=4, temperature=1.0, seed=s) for s in range(draws)]
+    results = generate(engine, asked)
+    rounds = [r for result in results for r in result.rounds]
+    assert engine.num_preemptions > 100
+    assert {r.drafted for r in rounds} == {0, 1, 2}  # three tokens are left after the first
+    assert {r.accepted for r in rounds} == {0, 1, 2}
+    for result in joint_fits(torch.tensor([r.token_ids for r in results])[:, :3], chain.target):
+        assert result.good, result
 
 
 def test_battery_catches_a_lossy_engine():
