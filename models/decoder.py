@@ -97,34 +97,6 @@ def forward(
     return TargetOutput(block.norm(hidden, params.norm, config.rms_norm_eps), aux)
 
 
-def dense_forward(
-    block: Block, params: DecoderParams, config: Any, input_ids: Tensor, attention: AttentionFn
-) -> Tensor:
-    """Whole sequences without a cache: ids [B, S] -> hidden [B, S, H] after the final norm."""
-    hidden = F.embedding(input_ids, params.embed)
-    positions = torch.arange(input_ids.shape[-1], device=hidden.device)
-    freq = inv_freq(config.rope, config.rotary_dim, hidden.device)
-    rotation = layers.rotary(freq, positions, hidden.dtype, config.rope.attention_factor)
-    blocks = [
-        partial(block.layer, layer, config, rotation=rotation, attention=attention)
-        for layer in params.layers
-    ]
-    return block.norm(run_stack(blocks, hidden)[0], params.norm, config.rms_norm_eps)
-
-
-def causal_attention(config: Any) -> AttentionFn:
-    """Attention of [B, S, heads, D] over a whole sequence, each row seeing itself and the past."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (t.transpose(-3, -2) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=config.attention_scale, enable_gqa=True
-        )
-        return out.transpose(-3, -2)
-
-    return attention
-
-
 def paged_attentions(
     config: Any, batch: Batch, cache: Cache, dtype: torch.dtype
 ) -> list[AttentionFn]:

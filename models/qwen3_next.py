@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specdec.models import deltanet, layers
 from specdec.models.batch import Batch, CacheShape, Target
-from specdec.models.capture import run_stack
 from specdec.models.decoder import (
     AttentionFn,
     Block,
@@ -28,7 +27,7 @@ from specdec.models.deltanet import DeltaNet, DeltaNetConfig, RecurrenceFn, delt
 from specdec.models.layers import Rotary, linear, pack
 from specdec.models.moe import Experts, Mlp, ObserveFn, mlp, pack_mlp, run_experts, softmax_routing
 from specdec.models.qwen3 import new_cache as new_paged_cache
-from specdec.models.rope import Rope, inv_freq
+from specdec.models.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -198,37 +197,6 @@ def mixings(
         else partial(deltanet.recur_, config.delta, rows, *next(slots))
         for is_attention in config.is_attention
     ]
-
-
-def dense_forward(
-    params: DecoderParams,
-    config: Qwen3NextConfig,
-    input_ids: Tensor,
-    attention: AttentionFn,
-    recurrence: RecurrenceFn,
-    positions: Tensor | None = None,
-) -> Tensor:
-    """Whole texts without a cache: ids [..., S] -> hidden [..., S, H] after the final norm.
-
-    For texts [B, S], `decoder.causal_attention` and `deltanet.whole_texts` are the functions; for
-    texts laid end to end, with their `positions` [S], `deltanet.packed_texts`. All have gradients.
-    """
-    hidden = F.embedding(input_ids, params.embed)
-    if positions is None:
-        positions = torch.arange(input_ids.shape[-1], device=hidden.device)
-    freq = inv_freq(config.rope, config.rotary_dim, hidden.device)
-    rotation = layers.rotary(freq, positions, hidden.dtype, config.rope.attention_factor)
-    blocks = [
-        partial(
-            qwen3_next_layer,
-            layer,
-            config,
-            rotation=rotation,
-            attention=attention if is_attention else recurrence,
-        )
-        for layer, is_attention in zip(params.layers, config.is_attention, strict=True)
-    ]
-    return zero_centred_norm(run_stack(blocks, hidden)[0], params.norm, config.rms_norm_eps)
 
 
 def new_cache(

@@ -164,12 +164,6 @@ class Plan:
     filters: bool  # some request uses top-k, top-p or min-p
 
 
-def draft_slots(drafts: Drafts) -> Tensor:
-    """[R, K] True where a draft is pending."""
-    index = torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device)
-    return index[None, :] < drafts.num_drafts[:, None]
-
-
 def new_state(
     num_slots: int,
     max_len: int,

@@ -10,11 +10,12 @@ import torch
 from drafters import adversary, mixed, oracle, scripted
 from running import requests, tiny_engine
 from tiny import InMemory, Step, make_batch, prefill
+from token_data import row_of_texts
 from torch import Tensor
 
 from specdec.engine import generate
+from specdec.experiments.targets import packed_forward
 from specdec.models.batch import CacheShape, Target
-from specdec.models.decoder import Block, causal_attention, dense_forward
 from specdec.models.parts import shapes_of
 from specdec.propose.ngram import ngram
 from specdec.verify.rejection import rejection
@@ -116,14 +117,12 @@ def check_captured(ours: Target, theirs: Any, norm: Tensor, eps: float) -> None:
     assert relative_error(last, out.hidden) <= 1e-6
 
 
-def check_dense(block: Block, ours: Target, theirs: Any) -> None:
-    """Whole texts without a cache."""
-    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
-    attention = causal_attention(ours.config)
-    hidden = dense_forward(block, ours.params, ours.config, ids, attention)
-    for row in range(2):
-        expected = reference_logits(theirs, ids[row].tolist())
-        assert relative_error(ours.logits(hidden[row]), expected) <= 1e-4
+def check_packed(ours: Target, theirs: Any) -> None:
+    """Whole texts laid end to end without a cache, as training runs them."""
+    texts = [PROMPTS[2], PROMPTS[0], PROMPTS[2][::-1]]
+    hidden = packed_forward(ours.params, ours.config, row_of_texts(texts)).hidden
+    for text, rows in zip(texts, hidden.split([len(text) for text in texts]), strict=True):
+        assert relative_error(ours.logits(rows), reference_logits(theirs, text)) <= 1e-4
 
 
 def check_bfloat16(exact: Target, rounded: Target, chunk: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from specdec.errors import CheckpointError
 from specdec.models.batch import CacheShape
-from specdec.models.deepseek import DEEPSEEK, DeepseekMoe
+from specdec.models.deepseek import DeepseekMoe
 from specdec.models.deepseek_checkpoint import (
     deepseek_config,
     deepseek_config_json,
@@ -134,8 +134,8 @@ def test_captured_streams_are_transformers_hidden_states(pair):
     families.check_captured(ours, theirs, theirs.model.norm.weight, ours.config.rms_norm_eps)
 
 
-def test_dense_forward_equals_transformers(pair):
-    families.check_dense(DEEPSEEK, *pair)
+def test_packed_texts_equal_transformers(pair):
+    families.check_packed(*pair)
 
 
 @pytest.mark.parametrize("batch", [1, 5])

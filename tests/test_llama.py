@@ -6,7 +6,6 @@ import tiny
 import torch
 
 from specdec.models import layers
-from specdec.models.llama import LLAMA
 from specdec.models.load import load_target
 
 LLAMA3 = {
@@ -69,8 +68,8 @@ def test_captured_streams_are_transformers_hidden_states(pair):
     families.check_captured(ours, theirs, theirs.model.norm.weight, ours.config.rms_norm_eps)
 
 
-def test_dense_forward_equals_transformers(pair):
-    families.check_dense(LLAMA, *pair)
+def test_packed_texts_equal_transformers(pair):
+    families.check_packed(*pair)
 
 
 @pytest.mark.parametrize("chunk", [0, 3])

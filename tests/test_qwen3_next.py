@@ -1,23 +1,17 @@
 """Qwen3-Next and dense Qwen3.5 against transformers: whole, chunked, and in verify-shaped steps."""
 
-from functools import partial
-
 import pytest
 import tiny
 import tiny_qwen3_next as tiny_next
 import torch
-import torch.nn.functional as F
 from tiny_qwen3_next import VARIANTS
+from token_data import row_of_texts
 
-from specdec.models import deltanet
-from specdec.models.decoder import causal_attention
+from specdec.experiments.targets import packed_forward
 from specdec.models.layers import map_tree, unpack
 from specdec.models.load import build_target, load_target
 from specdec.models.parts import read_layout, shapes_of
-from specdec.models.qwen3_next import dense_forward
 from specdec.models.qwen3_next_checkpoint import qwen3_next_config, qwen3_next_layout
-from specdec.training.attention import row_attention
-from specdec.training.packing import Row
 
 PROMPTS = [[7, 3, 60, 2, 9, 9, 41, 5, 1, 13, 22], [11], [(n * n) % 66 for n in range(75)]]
 
@@ -105,20 +99,16 @@ def test_streams_equal_transformers(pair):
         assert relative_error(mine, stream[0]) <= 1e-4
 
 
-def test_dense_forward_equals_transformers(pair):
-    """Whole texts without a cache, from plain parameters, as training runs them."""
+def test_packed_texts_equal_transformers(pair):
+    """Whole texts without a cache, from plain parameters, as training runs them; causal."""
     ours, theirs = pair
     config = ours.config
     layout = qwen3_next_layout(config)
     params = read_layout(plain_checkpoint(theirs, layout), layout, "cpu", torch.float32)
     params = params._replace(lm_head=params.embed if params.lm_head is None else params.lm_head)
     ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
-
-    def recurrence(mixer, inputs):
-        return deltanet.whole_texts(config.delta, mixer, inputs)
-
     leaf = params._replace(embed=params.embed.requires_grad_())
-    hidden = dense_forward(leaf, config, ids, causal_attention(config), recurrence)
+    hidden = packed_forward(leaf, config, row_of_texts(ids.tolist())).hidden.unflatten(0, (2, -1))
     for row in range(2):
         expected = reference_logits(theirs, ids[row].tolist())
         assert relative_error(hidden[row] @ params.lm_head.T, expected) <= 1e-4
@@ -133,27 +123,11 @@ def test_texts_end_to_end_equal_texts_apart():
     target = tiny_next.tiny_target(config=tiny_next.dense_settings())
     config, texts = target.config, [PROMPTS[0], PROMPTS[1], PROMPTS[2][:30]]
     apart = [tiny.prefill(target, [text], tiny.new_cache(target, 40, 4), 4)[0] for text in texts]
-    lengths = torch.tensor([len(text) for text in texts])
-    row = Row(
-        input_ids=torch.tensor([token for text in texts for token in text]),
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).int(),
-        max_len=int(lengths.max()),
-        labels=torch.empty(0),
-        num_tokens=int(lengths.sum()),
-        samples=(),
-    )
     params = target.params._replace(embed=target.embed.clone().requires_grad_())
     params = params._replace(layers=tuple(map_tree(unpack, layer) for layer in params.layers))
-    hidden = dense_forward(
-        params,
-        config,
-        row.input_ids,
-        partial(row_attention, row=row, scale=config.attention_scale),
-        partial(deltanet.packed_texts, config.delta, row.cu_seqlens, row.max_len),
-        row.positions,
-    )
-    for mine, text in zip(hidden.split(lengths.tolist()), apart, strict=True):
+    hidden = packed_forward(params, config, row_of_texts(texts)).hidden
+    lengths = [len(text) for text in texts]
+    for mine, text in zip(hidden.split(lengths), apart, strict=True):
         assert relative_error(mine, text) <= 1e-4
     (gradient,) = torch.autograd.grad(hidden[-1].square().sum(), params.embed)
     others = set(texts[0] + texts[1]) - set(texts[2])

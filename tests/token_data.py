@@ -34,6 +34,11 @@ def make_row_of(lengths: list[int]):
     )
 
 
+def row_of_texts(texts: list[list[int]]) -> Row:
+    row = make_row_of([len(text) for text in texts])
+    return row._replace(input_ids=torch.tensor([token for text in texts for token in text]))
+
+
 def random_problem(row, num_steps: int, width: int = 16, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     columns = len(row.input_ids)
