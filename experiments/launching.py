@@ -40,8 +40,15 @@ def job_folder(sweep: str, overrides: Sequence[str], fixed: Sequence[str], _root
     for override in overrides:
         key, _, value = override.partition("=")
         if key not in fixed:
-            parts.append(f"{_clean(key.rpartition('.')[2])}-{_clean(value)}")
+            parts.append("-".join(map(_clean, readable(key, value))))
     return f"{'_'.join(parts)[:MAX_NAME] or 'job'}_{digest}"
+
+
+def readable(key: str, value: str) -> tuple[str, str]:
+    """A setting in few words: the key's last part; of a group's function the two names."""
+    if key.endswith("._target_"):
+        key, value = key.removesuffix("._target_"), value.rpartition(".")[2]
+    return key.rpartition(".")[2], value
 
 
 def _digest(root: Any, overrides: Sequence[str]) -> str:

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from specdec.errors import ConfigError
+
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 MAX_NAME = 128  # characters that W&B takes
 PROBE_SECONDS = 5
 
 log = logging.getLogger(__name__)
+_silent: set[str] = set()  # servers that left a run waiting: a sweep's later jobs do not wait
 
 
 class JobInfo(NamedTuple):
@@ -73,6 +77,9 @@ def wandb_run(
     """
     # wandb's own error reports would reach for the server at exit, offline too.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    if not os.access(os.environ.get("HOME", ""), os.W_OK):  # as a service's; W&B would write there
+        for name in ("XDG_CACHE_HOME", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
+            os.environ.setdefault(name, str(job.folder / "wandb"))
     import wandb
 
     run = _start(
@@ -111,6 +118,8 @@ def wandb_run(
 def _start(mode: str | None, **keywords: Any) -> Any:
     import wandb
 
+    if mode is not None and mode not in MODES:
+        raise ConfigError(f"WANDB_MODE={mode} is unknown; use one of {', '.join(MODES)}")
     settings = wandb.Settings(init_timeout=20, finish_timeout=30, silent=True, console="off")
     wandb.setup(settings=wandb.Settings(silent=True))
     if mode in (None, "online"):
@@ -121,6 +130,7 @@ def _start(mode: str | None, **keywords: Any) -> Any:
         if mode in ("offline", "disabled"):
             raise
         log.warning("W&B is out of reach (%s); the run is kept offline", _first_line(error))
+        _silent.add(wandb.setup().settings.base_url)
         return wandb.init(mode="offline", settings=settings, **keywords)
 
 
@@ -128,7 +138,7 @@ def _server_answers() -> bool:
     import wandb
 
     url = wandb.setup().settings.base_url
-    answers = _answers(url)
+    answers = url not in _silent and _answers(url)
     if not answers:
         log.warning("the W&B server %s does not answer; the run is kept offline", url)
     return answers

@@ -68,6 +68,8 @@ def plot_acceptance(outputs: Sequence[Output], summary: dict[str, Any], path: Pa
 def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) -> None:
     """Acceptance length with its interval over the first swept key that is a number, one line for
     each combination of the others; over the jobs where no key is a number."""
+    from specdec.experiments.launching import readable
+
     figure = _figure(7, 4.2)
     axes = figure.subplots()
     done = [row for row in rows if row.get("acceptance_length") is not None]
@@ -75,7 +77,8 @@ def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) 
     series: dict[str, list[dict[str, Any]]] = {}
     for row in done:
         others = [k for k in keys if k != x_key] if x_key else []
-        label = ", ".join(f"{k.rpartition('.')[2]}={row.get(k, '')}" for k in others)
+        told = [readable(key, row.get(key, "")) for key in others]
+        label = ", ".join(f"{name}={value}" for name, value in told)
         series.setdefault(_text(label), []).append(row)
     for label, members in series.items():
         if x_key:

@@ -132,12 +132,13 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     from specdec.experiments.tables import number, print_table
 
     keys = varied_keys(rows)
+    groups = [key.removesuffix("._target_") for key in keys]
     numbers = ("acceptance_length", "acceptance_rate", "tokens_per_second", "speedup")
     shown = [n for n in numbers if any(row.get(n) is not None for row in rows)]
     print_table(
         "sweep",
         [
-            *(short_names(keys) if keys else ["job"]),
+            *(short_names(groups) if keys else ["job"]),
             "status",
             *(n.replace("_", " ") for n in shown),
         ],

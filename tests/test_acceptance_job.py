@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 from scripts import PROMPTS, call, jobs_of, rows_of, summary_of, tiny_job
 
 import specdec.experiments

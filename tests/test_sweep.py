@@ -1,0 +1,223 @@
+"""Sweeps: killed and run again, extended; jobs alone, together and side by side."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from scripts import call, jobs_of, rows_of, status_of, summary_of, tiny_job
+
+import specdec.experiments
+from specdec import build
+from specdec.experiments import acceptance, sweep
+from specdec.experiments.launching import job_folder
+
+SCRIPT = Path(specdec.experiments.__file__).with_name("acceptance.py")
+RULES = """
+import os, time, weakref
+from pathlib import Path
+import torch
+from specdec.state import Drafts
+from specdec.verify.rejection import rejection
+
+BIG = []
+
+class Big:
+    pass
+
+def stopping(dist, drafts, keys):
+    flag = Path(os.environ["STOP_FLAG"])
+    if drafts.token_ids.shape[1] == 3 and flag.exists():
+        flag.with_suffix(".reached").touch()
+        time.sleep(600)
+    return rejection(dist, drafts, keys)
+
+def holding(dist, drafts, keys, *, fails):
+    if fails:
+        big = Big()
+        BIG.append(weakref.ref(big))
+        raise RuntimeError("a bug of my own")
+    assert BIG[0]() is None, "the failed job's frames are still there"
+    return rejection(dist, drafts, keys)
+
+def guessing(state, batch, committed, out, draft, *, num_draft_tokens):
+    rows = len(batch.request_slots)
+    ids = torch.randint(3, 60, (rows, num_draft_tokens))
+    return Drafts(ids, torch.ones_like(ids, dtype=torch.bool), torch.full((rows,), ids.shape[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return [*tiny_job(tmp_path_factory.mktemp("sweeps")), "logger=none"]
+
+
+@pytest.fixture
+def rules(tmp_path, monkeypatch):
+    """A user's module of rules on the path, `own_rules`; its folder."""
+    folder = tmp_path / "rules"
+    folder.mkdir()
+    (folder / "own_rules.py").write_text(RULES)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    sys.modules.pop("own_rules", None)
+
+
+def test_a_killed_sweep_goes_on_where_it_was(base, rules, tmp_path, monkeypatch, capfd):
+    folder, flag = tmp_path / "grid", tmp_path / "stop"
+    flag.touch()
+    monkeypatch.setenv("STOP_FLAG", str(flag))
+    argv = ["-m", *base, "propose.num_draft_tokens=1,2,3,4,5", f"hydra.sweep.dir={folder}"]
+    argv += ["verify._target_=own_rules.stopping"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *argv],
+        env={**os.environ, "PYTHONPATH": str(rules)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        waited = time.monotonic()
+        while not flag.with_suffix(".reached").exists():
+            assert process.poll() is None, "the sweep ended before its third job"
+            assert time.monotonic() - waited < 90
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    flag.unlink()
+    assert [row["status"] for row in sweep.read_jobs(folder)] == ["done", "done", "killed"]
+    assert [row["status"] for row in rows_of(folder / "sweep.csv")] == ["done", "done"]
+    before = {p: p.stat().st_mtime_ns for p in folder.glob("*/summary.json")}
+    assert len(before) == 2
+
+    assert call(acceptance.main, argv, monkeypatch) == 0
+    assert capfd.readouterr().out.count("is done already: skipped") == 2
+    table = rows_of(folder / "sweep.csv")
+    assert [row["status"] for row in table] == ["done"] * 5
+    assert [row["propose.num_draft_tokens"] for row in table] == list("12345")
+    assert [summary_of(job)["num_draft_tokens"] for job in jobs_of(folder)] == [1, 2, 3, 4, 5]
+    assert {p for p in folder.iterdir() if p.is_dir()} == set(jobs_of(folder))
+    after = {p: p.stat().st_mtime_ns for p in folder.glob("*/summary.json")}
+    assert len(after) == 5
+    assert before.items() <= after.items()
+    assert len({row["output_sha256"] for row in table}) == 1
+
+
+def test_a_longer_sweep_runs_only_what_is_new(base, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    argv = ["-m", *base, "logger=wandb", f"hydra.sweep.dir={tmp_path}", "data.num_prompts=2"]
+    # -1 cannot run
+    assert call(acceptance.main, [*argv, "propose.num_draft_tokens=2,-1"], monkeypatch) == 1
+    capfd.readouterr()
+    # a value that is the default's names the same configuration
+    longer = ["propose.num_draft_tokens=1,2,-1", "sampling.temperature=0"]
+    assert call(acceptance.main, [*argv, *longer], monkeypatch) == 1
+    out, err = capfd.readouterr()
+    assert out.count("skipped") == 1
+    assert len(err.splitlines()) == 1  # what failed is tried again
+    table = rows_of(tmp_path / "sweep.csv")
+    told = [(row["propose.num_draft_tokens"], row["status"]) for row in table]
+    assert told == [("1", "done"), ("2", "done"), ("-1", "failed")]
+    assert not list(tmp_path.glob("*/wandb/*run-*"))
+
+
+def test_a_changed_configuration_runs_again(base, tmp_path, monkeypatch, capfd):
+    argv = ["-m", *base, f"hydra.sweep.dir={tmp_path}", "data.num_prompts=2", "seed=4"]
+    argv += ["hydra.sweep.subdir=mine"]
+    assert call(acceptance.main, argv, monkeypatch) == 0
+    first = status_of(tmp_path / "mine")
+    assert first["value"] == summary_of(tmp_path / "mine")["acceptance_length"]
+    assert call(acceptance.main, [*argv, "sampling.max_tokens=5"], monkeypatch) == 0
+    assert "another configuration" in capfd.readouterr().out
+    assert status_of(tmp_path / "mine")["config_hash"] != first["config_hash"]
+    assert summary_of(tmp_path / "mine")["config"]["sampling"]["max_tokens"] == 5
+
+
+def test_jobs_together_give_the_rows_of_each_alone(base, rules, tmp_path, monkeypatch):
+    argv = [*base, "propose._target_=own_rules.guessing", "data.turns=all"]
+    argv += ["sampling.temperature=0.8"]
+    build._target.cache_clear()
+    swept = ["-m", *argv, "propose.num_draft_tokens=3,1", f"hydra.sweep.dir={tmp_path}/grid"]
+    assert call(acceptance.main, swept, monkeypatch) == 0
+    assert build._target.cache_info().misses == 1  # one load for all of them
+    for index, job in enumerate(jobs_of(tmp_path / "grid")):
+        build._target.cache_clear()
+        torch.manual_seed(1000 + index)
+        alone = tmp_path / f"alone{index}"
+        own = [f"propose.num_draft_tokens={(3, 1)[index]}", f"hydra.run.dir={alone}"]
+        assert call(acceptance.main, [*argv, *own], monkeypatch) == 0
+        assert timeless(alone) == timeless(job)
+        assert (alone / "outputs.jsonl").read_text() == (job / "outputs.jsonl").read_text()
+
+
+def timeless(folder):
+    """Rows of per_prompt.csv but for what a clock says."""
+    rows = rows_of(folder / "per_prompt.csv")
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_a_failed_job_holds_no_memory(base, rules, tmp_path, monkeypatch, capfd):
+    argv = ["-m", *base, f"hydra.sweep.dir={tmp_path}/grid", "data.num_prompts=2"]
+    argv += ["verify._target_=own_rules.holding", "+verify.fails=true,false"]
+    assert call(acceptance.main, argv, monkeypatch) == 1
+    table = rows_of(tmp_path / "grid" / "sweep.csv")
+    assert [row["status"] for row in table] == ["failed", "done"]
+    assert "a bug of my own" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_give_the_same_table(base, tmp_path, monkeypatch, capfd):
+    axes = [*base, "propose.num_draft_tokens=1,-1,3"]
+    for name, more in (("one", []), ("two", ["launcher=joblib", "hydra.launcher.n_jobs=2"])):
+        argv = ["-m", *axes, *more, f"hydra.sweep.dir={tmp_path}/{name}"]
+        assert call(acceptance.main, argv, monkeypatch) == 1
+        assert "sweep.csv" in capfd.readouterr().out
+    one, two = (rows_of(tmp_path / name / "sweep.csv") for name in ("one", "two"))
+    for row in (*one, *two):
+        for key in ("seconds", "tokens_per_second", "launcher", "hydra.launcher.n_jobs"):
+            row.pop(key, None)
+    assert one == two
+    for a, b in zip(jobs_of(tmp_path / "one"), jobs_of(tmp_path / "two"), strict=True):
+        if (a / "per_prompt.csv").exists():
+            assert timeless(a) == timeless(b)
+    assert "Traceback" in (jobs_of(tmp_path / "two")[1] / "acceptance.log").read_text()
+
+
+def test_a_composing_error_stops_a_sweep_before_its_first_job(base, tmp_path, monkeypatch, capfd):
+    argv = ["-m", *base, "verify=rejection,rejecton", f"hydra.sweep.dir={tmp_path}/grid"]
+    assert call(acceptance.main, argv, monkeypatch) == 1
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "did you mean 'rejection'" in err
+    assert not list(tmp_path.glob("grid/*/status.json"))
+
+
+def test_folders_are_named_by_what_is_swept(tmp_path):
+    from omegaconf import OmegaConf
+
+    root = OmegaConf.create({"a": {"k": 4}, "path": "x", "hydra": {"job": 1}})
+    name = job_folder(str(tmp_path), ["a.k=4", "path=x"], ["path"], root)
+    assert name.startswith("k-4_")
+    assert job_folder(str(tmp_path), ["path=x"], ["path"], root).startswith("job_")
+    odd = job_folder(str(tmp_path), ["+a.k=[1, 2]/..", "b='x y'"], [], root)
+    assert odd.startswith("k-1-2_b-x-y_")
+    assert "/" not in odd
+    root.hydra.job = 2
+    (tmp_path / name).mkdir()
+    # the folder of the same configuration is kept when more is swept
+    assert job_folder(str(tmp_path), ["a.k=4", "path=x"], [], root) == name
+    root.a.k = 5
+    assert job_folder(str(tmp_path), ["a.k=4", "path=x"], [], root) != name
+
+
+def test_a_status_that_cannot_be_read_does_not_spoil_the_table(base, tmp_path, monkeypatch):
+    argv = ["-m", *base, "propose=none", "data.num_prompts=2", f"hydra.sweep.dir={tmp_path}"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "status.json").write_text(json.dumps(["of another program"]))
+    assert call(acceptance.main, argv, monkeypatch) == 0
+    assert [row["status"] for row in rows_of(tmp_path / "sweep.csv")] == ["done"]
