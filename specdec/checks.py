@@ -3,10 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import traceback
-from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -21,80 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec.config import StageConfig
 from specdec.errors import ConfigError, SpecdecError, did_you_mean
+from specdec.values import CHECKS
 
 NO_PROPOSAL = "specdec.propose.none.none"
 _CHOSEN_TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use '\S+ \S+ (\S+)'")
 RENAMED = {"num_speculative_tokens": "num_draft_tokens"}  # other engines' names
-MAX_SEED = 2**63 - 1
-MAX_TOP_K = 2**31 - 1
-MAX_BLOCK_SIZE = 4096  # tokens; a request wastes half a block
-MAX_THREADS = 1024
-
-
-def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda v: v >= low, f"an integer of at least {low}"
-
-
-def _between(low: int, high: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda v: low <= v <= high, f"an integer from {low} to {high}"
-
-
-def _null_or(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
-    holds, what = check
-    return lambda v: v is None or holds(v), f"null or {what}"
-
-
-def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda v: v in names, f"one of {', '.join(names)}"
-
-
-_TEMPERATURE = (lambda v: math.isfinite(v) and v >= 0, "a finite number of at least 0")
-_SEED = (lambda v: -MAX_SEED - 1 <= v <= MAX_SEED, "a 64-bit integer")
-
-_PATH = (lambda v: v.strip() != "", "a path, package:NAME/FILE or pretrained/NAME")
-
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "sampling.temperature": _TEMPERATURE,
-    "sampling.top_k": (
-        lambda v: v is None or -1 <= v <= MAX_TOP_K,
-        f"null (off) or a positive integer up to {MAX_TOP_K}",
-    ),
-    "sampling.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "sampling.min_p": (lambda v: 0 <= v <= 1, "from 0 to 1"),
-    "sampling.max_tokens": _at_least(1),
-    "sampling.num_samples": _at_least(1),
-    "sampling.seed": _SEED,
-    "seed": _SEED,
-    "propose.num_draft_tokens": _at_least(0),
-    "propose.draft_sampling": _one_of("auto", "greedy", "sample"),
-    "propose.temperature": _null_or(_TEMPERATURE),
-    "propose.min_ngram": _at_least(1),
-    "propose.max_ngram": _at_least(1),
-    "target.path": _PATH,
-    "draft.path": _null_or(_PATH),
-    "draft.logits_from": _one_of("auto", "shared", "target_rows"),
-    "draft.num_draft_rows": _null_or(_at_least(1)),
-    "verify.noise": _one_of("independent", "shared"),
-    "schedule.max_num_seqs": _at_least(1),
-    "schedule.max_num_batched_tokens": _at_least(1),
-    "cache.block_size": _between(1, MAX_BLOCK_SIZE),
-    "cache.num_blocks": _null_or(_at_least(2)),
-    "cache.max_model_len": _null_or(_at_least(2)),
-    "kernels.backend": _one_of("auto", "torch", "triton"),
-    "data.num_prompts": _null_or(_at_least(1)),
-    "data.turns": _one_of("first", "all"),
-    "device": (
-        lambda v: v in ("auto", "cpu", "cuda") or v.startswith("cuda:"),
-        "one of auto, cpu, cuda",
-    ),
-    "dtype": _one_of("auto", "float32", "bfloat16"),
-    "num_threads": _null_or(_between(1, MAX_THREADS)),
-    "logger.mode": _null_or(_one_of("online", "offline", "disabled")),
-    "logger.project": (
-        lambda v: 0 < len(v) <= 128 and not set(v) & set("/\\#?%:"),
-        "a name of at most 128 characters without / \\ # ? % :",
-    ),
-}
 
 
 def check_values(cfg: DictConfig) -> None:

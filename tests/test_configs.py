@@ -138,6 +138,17 @@ def test_a_group_takes_the_name_of_an_option(override):
     assert "delta, greedy, gumbel, rejection" in line
 
 
+def test_an_unknown_mode_of_wandb_is_named(tmp_path, monkeypatch):
+    from specdec.experiments.loggers import JobInfo, wandb_run
+
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with (
+        pytest.raises(SpecdecError, match=r"^WANDB_MODE=sometimes is unknown"),
+        wandb_run(JobInfo(tmp_path, {}, "run", None, "eval")),
+    ):
+        pass
+
+
 def test_a_group_that_is_chosen_already_takes_no_plus():
     assert "verify=, without a +" in complaint("+verify=greedy")
 
@@ -189,6 +200,29 @@ def test_a_bad_value_is_named_with_its_key(override):
     assert key in line
     if value != "null":
         assert value.strip("'") in line
+
+
+@pytest.mark.parametrize(
+    ("config", "override"),
+    [
+        ("train_mtp", "unroll.num_steps=0"),
+        ("train_mtp", "log_every=0"),
+        ("train_mtp", "optimizer.lr=nan"),
+        ("train_mtp", "budget.max_steps=-1"),
+        ("generate", "prompts.passes=0"),
+        ("generate", "num_processes=0"),
+        ("serve", "drain_seconds=-1"),
+    ],
+)
+def test_a_bad_value_of_another_script(config, override):
+    from specdec.serving.config import register as register_serving
+    from specdec.training.config import register as register_training
+
+    register_training()
+    register_serving()
+    check_values(compose(config))
+    with pytest.raises(SpecdecError, match=rf"^{override} must be"):
+        check_values(compose(config, overrides=[override]))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,14 @@ def test_bad_data_sets_are_refused_with_one_line(tmp_path):
         epoch_rows(dataset(tmp_path, [9, 4]), row_tokens=8, seed=0, epoch=0)
 
 
+@pytest.mark.parametrize("name", ["tokens.npy", "meta.json"])
+def test_a_damaged_data_set_is_named(tmp_path, name):
+    write_dataset(tmp_path / "d", [response([1], [2, 3], 0.0)], vocab_size=9, meta={})
+    (tmp_path / "d" / name).write_text("{")
+    with pytest.raises(DataError, match=r"d holds a damaged data set"):
+        load_dataset(tmp_path / "d")
+
+
 def test_repeated_ngram_share():
     assert repeated_ngram_share(list(range(20))) == 0
     assert repeated_ngram_share([1, 2] * 20) == pytest.approx(1 - 2 / 33)

@@ -171,8 +171,13 @@ def _open(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     missing = [f for f in (*(f"{n}.npy" for n in FILES), "meta.json") if not (path / f).is_file()]
     if missing:
         raise DataError(f"{path} is not a data set of experiments/generate.py: no {missing[0]}")
-    arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in FILES}
-    return arrays, json.loads((path / "meta.json").read_text())
+    try:
+        arrays = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in FILES}
+        meta = json.loads((path / "meta.json").read_text())
+        meta["vocab_size"]
+    except (ValueError, EOFError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds a damaged data set; write it again ({error})") from error
+    return arrays, meta
 
 
 def _count_supervised(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
