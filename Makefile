@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-che
 # One torch thread a process: several on few cores are many times slower than one.
 PYTEST := SPECDEC_REQUIRE_WEIGHTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: setup demo test test-slow lint format
+.PHONY: setup demo pairs test test-slow lint format
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 
 demo: setup
 	$(BIN)/python experiments/demo.py
+
+# Text, vocabulary, targets, heads and cards of the small pairs, from nothing: for a GPU.
+pairs: setup
+	$(BIN)/python experiments/pairs.py
 
 test: setup
 	$(PYTEST) -m "not slow" --timeout=120

@@ -130,11 +130,13 @@ def packed_texts(
         cu_seqlens: [D + 1] where each text starts, from 0 to T.
         max_len: the longest text.
     """
-    starts, lengths = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None]
-    offset = torch.arange(max_len, device=inputs.device)
-    inside = offset < lengths  # [D, L]
-    out = whole_texts(config, mixer, inputs[torch.where(inside, starts + offset, 0)])
-    return out[inside]  # texts are consecutive, so this is row order
+    lengths = cu_seqlens.diff().long()
+    first = torch.arange(len(lengths), device=inputs.device) * max_len - cu_seqlens[:-1]
+    shift = first.repeat_interleave(lengths, output_size=len(inputs))
+    place = torch.arange(len(inputs), device=inputs.device) + shift  # of each row among [D * L]
+    padded = inputs.new_zeros(len(lengths) * max_len, inputs.shape[1]).index_copy(0, place, inputs)
+    out = whole_texts(config, mixer, padded.view(len(lengths), max_len, -1))
+    return out.flatten(0, 1).index_select(0, place)
 
 
 def new_states(config: DeltaNetConfig, num_slots: int, device: torch.device | str) -> Tensor:

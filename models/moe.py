@@ -1,7 +1,8 @@
-"""Mixture of experts in plain torch: two routers, and the experts in three exact forms.
+"""Mixture of experts in plain torch: two routers, and the experts in four exact forms.
 
-The forms give the same numbers up to rounding; which one runs is decided by shapes, dtype and
-device alone, never by a value on the device (measured on an H200, torch 2.11):
+The forms give the same numbers up to rounding; which one runs is decided by shapes, dtype, device
+and whether the experts are trained, never by a value on the device (measured on an H200, torch
+2.11):
 
 * gather: the chosen experts' weights are copied next to each other, one batched product. Nothing
   waits for the host in any dtype. On CUDA for few rows of small experts, where launches decide, and
@@ -9,6 +10,8 @@ device alone, never by a value on the device (measured on an H200, torch 2.11):
 * grouped: rows sorted by expert, one product with offsets that stay on the device. In bf16 on CUDA
   it can be captured; for large experts it is the fastest for few rows too (DeepSeek-V3 shape, one
   row: 346 us against 550 us gathered). On a CPU it is the usual form.
+* dense: few experts that are trained. Every expert sees every row, in two products, and those not
+  chosen have weight 0: no sorting, and no gradient of a grouped product.
 * loop: rows sorted by expert, a loop over the experts that have any; the counts go to the host.
   For sizes that the grouped product does not take.
 """
@@ -25,6 +28,7 @@ from torch import Tensor
 from specdec.models.layers import linear, pack, swiglu
 from specdec.models.parts import Part, part
 
+DENSE_EXPERTS = 16  # up to which training runs them all
 GATHER_BYTES = 32 * 2**20  # of copied weights, up to which launches cost more than the copy
 
 
@@ -112,6 +116,8 @@ def grouped_sigmoid_routing(
 
 def run_experts(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:
     """Weighted sum of the chosen experts' outputs: rows [N, H] -> [N, H] in the rows' dtype."""
+    if experts.down.requires_grad and experts.down.shape[0] <= DENSE_EXPERTS:
+        return _dense(experts, hidden, routing)
     form = {"gather": _gather, "grouped": _grouped, "loop": _loop}[_form(experts, routing)]
     out = form(experts, hidden, routing.experts)  # [N, k, H]
     return (out * routing.weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
@@ -194,6 +200,15 @@ def _form(experts: Experts, routing: Routing) -> str:
         if few or (not captured and torch.cuda.is_current_stream_capturing()):
             return "gather"
     return "grouped" if fits else "loop"
+
+
+def _dense(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:
+    count, width, inner = experts.down.shape
+    weights = hidden.new_zeros(len(hidden), count, dtype=routing.weights.dtype)
+    weights = weights.scatter(1, routing.experts, routing.weights)
+    gate_up = linear(hidden, experts.gate_up.flatten(0, 1)).unflatten(-1, (count, 2 * inner))
+    weighted = (swiglu(gate_up) * weights.unsqueeze(-1)).to(hidden.dtype)  # [N, E, I]
+    return linear(weighted.flatten(1), experts.down.transpose(0, 1).reshape(width, count * inner))
 
 
 def _gather(experts: Experts, hidden: Tensor, chosen: Tensor) -> Tensor:

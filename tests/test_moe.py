@@ -1,4 +1,4 @@
-"""Routers and the three forms of running experts, against one row and one expert at a time."""
+"""Routers and the forms of running experts, against one row and one expert at a time."""
 
 import math
 
@@ -89,6 +89,24 @@ def test_gradients_agree(form):
     expected = torch.autograd.grad(out.pow(2).sum(), leaves)
     ours = (form(experts, hidden, routing.experts) * routing.weights[..., None]).sum(-2)
     for a, b in zip(torch.autograd.grad(ours.pow(2).sum(), leaves), expected, strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_trained_experts_all_run(size, monkeypatch):
+    """The dense form: the same output and gradients, of the routing's weights too."""
+    experts, hidden, routing = make(*SIZES[size])
+    leaves = [*experts, hidden, routing.weights]
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+    outputs = []
+    for dense in (0, 16):
+        monkeypatch.setattr(moe, "DENSE_EXPERTS", dense)
+        for leaf in leaves:
+            leaf.requires_grad_()
+            leaf.grad = None
+        out = moe.run_experts(experts, hidden, routing)
+        outputs.append([out, *torch.autograd.grad((out * direction).sum(), leaves)])
+    for a, b in zip(*outputs, strict=True):
         assert relative_error(a, b) <= 1e-5
 
 

@@ -9,7 +9,13 @@ import torch
 from token_data import VOCAB, dataset, make_row_of, random_problem
 from torch import Tensor
 
-from specdec.training.attention import FLASH, FlashOps, flash_unrolled, padded_unrolled
+from specdec.training.attention import (
+    FLASH,
+    FlashOps,
+    flash_unrolled,
+    padded_unrolled,
+    unrolled_attention,
+)
 from specdec.training.data import Sample, load_dataset, write_dataset
 from specdec.training.objective import compiled, divergence, step_weights, unrolled_loss
 from specdec.training.packing import count_labels, make_row, to_device
@@ -121,6 +127,34 @@ def test_flash_kernels_equal_the_padded_form(steps):
     wanted = torch.autograd.grad(expected, leaves, direction)
     got = torch.autograd.grad(actual, leaves, direction)
     for a, b in zip([actual, *got], [expected, *wanted], strict=True):
+        assert (a - b).float().norm() / b.float().norm() < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 3])
+def test_values_narrower_than_keys_on_a_gpu(steps):
+    """Latent attention: one key head of 64, values of 48."""
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    lengths = [200, 1, 77, 300]
+    row = to_device(make_row_of(lengths), device)
+
+    def heads(num_heads: int, width: int) -> Tensor:
+        shape = (sum(lengths), num_heads, width)
+        x = torch.randn(shape, generator=generator, device=device)
+        return x.bfloat16().requires_grad_()
+
+    q = heads(6, 64)
+    keys, values = [heads(1, 64) for _ in range(steps)], [heads(1, 48) for _ in range(steps)]
+    leaves = [q, *keys, *values]
+    wide = [[x.repeat_interleave(6, dim=1) for x in side] for side in (keys, values)]
+    expected = padded_unrolled(q, *wide, row, 0.125)
+    actual = unrolled_attention(q, keys, values, row, 0.125)
+    direction = torch.randn(expected.shape, generator=generator, device=device).bfloat16()
+    wanted = torch.autograd.grad(expected, leaves, direction)
+    got = torch.autograd.grad(actual, leaves, direction)
+    for a, b in zip([actual, *got], [expected, *wanted], strict=True):
+        assert a.shape == b.shape
         assert (a - b).float().norm() / b.float().norm() < 0.02
 
 

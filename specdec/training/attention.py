@@ -71,7 +71,8 @@ def unrolled_attention(
     values = [x.repeat_interleave(group, dim=1) for x in values]
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         width = values[0].shape[-1]  # the flash kernels want values as wide as keys
-        values = [F.pad(x, (0, q.shape[-1] - width)) for x in values]
+        if width < q.shape[-1]:
+            values = [F.pad(x, (0, q.shape[-1] - width)) for x in values]
         return flash_unrolled(q, keys, values, row, scale, FLASH)[..., :width]
     return padded_unrolled(q, keys, values, row, scale)
 

@@ -16,7 +16,7 @@ def next_token_loss(hidden: Tensor, lm_head: Tensor, row: Row) -> Tensor:
         hidden: [T, H] after the target's final norm.
         lm_head: [V, H].
     """
-    logits = hidden[row.labels - 1] @ lm_head.T
+    logits = hidden.index_select(0, row.labels - 1) @ lm_head.T
     return F.cross_entropy(logits.float(), row.input_ids[row.labels], reduction="sum")
 
 
