@@ -160,7 +160,7 @@ def test_a_target_that_is_no_function_of_ours():
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(NotADirectoryError) as caught:
         (tmp_path / "file" / "run").mkdir(parents=True)
     line = one_line(caught.value)
     assert str(tmp_path / "file" / "run") in line
