@@ -115,12 +115,8 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> int:
-        """Queue a request.
-
-        Raises:
-            RequestError: for an empty prompt, one as long as the context, or unknown ids.
-        """
+    def check(self, request: Request) -> None:
+        """Raises RequestError for an empty prompt, one as long as the context, or unknown ids."""
         length, limit = len(request.prompt_ids), self.limits.max_model_len
         if length == 0:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -134,9 +130,13 @@ class Engine:
         worst = max(request.prompt_ids, key=lambda t: t if t >= 0 else vocab_size - t)
         if not 0 <= worst < vocab_size:
             raise RequestError(f"prompt token id {worst} is outside the vocabulary of {vocab_size}")
+
+    def add(self, request: Request) -> int:
+        """Queue a request. Raises RequestError as `check`."""
+        self.check(request)
         request_id = self._next_id
         self._next_id += 1
-        max_len = min(length + request.max_tokens, limit)
+        max_len = min(len(request.prompt_ids) + request.max_tokens, self.limits.max_model_len)
         self._warn_of_length_(max_len)
         self.waiting.append(Sequence(request_id, request, max_len, list(request.prompt_ids)))
         return request_id
@@ -265,8 +265,12 @@ def generate(
 ) -> list[Result]:
     """Run requests to their end with continuous batching; results in the order of the requests.
 
-    `seconds` of a result run from its first token's step to its last.
+    `seconds` of a result run from its first token's step to its last. Raises RequestError before
+    any is queued.
     """
+    requests = list(requests)
+    for request in requests:
+        engine.check(request)
     ids = [(engine.add(request), request) for request in requests]
     tokens: dict[int, list[int]] = {i: [] for i, _ in ids}
     rounds: dict[int, list[Round]] = {i: [] for i, _ in ids}

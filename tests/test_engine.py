@@ -360,6 +360,8 @@ def test_bad_requests_are_refused(target, request_, message):
     engine = eagle_engine(target)
     with pytest.raises(RequestError, match=message):
         engine.add(request_)
+    with pytest.raises(RequestError, match=message):
+        generate(engine, [Request((1, 2)), request_])
     assert not engine.has_unfinished
 
 
