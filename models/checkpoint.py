@@ -100,9 +100,16 @@ def _settings(file: Path) -> dict[str, Any]:
     if not config.exists():
         return {}
     try:
-        return json.loads(config.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{config} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{config} is not a JSON object")
+    for name, value in settings.items():
+        is_size = name.startswith("num_") or name.endswith("_size")
+        if is_size and isinstance(value, str):
+            raise CheckpointError(f"{config}: {name}={value!r} must be a number")
+    return settings
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -123,7 +123,10 @@ def build_target(
         raise CheckpointError(
             f"{checkpoint.path}: quant_method={method!r} is not supported; known: 'fp8' in blocks"
         )
-    config = known.config(settings)
+    try:
+        config = known.config(settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
     params = known.params(checkpoint, config, device, as_dtype(dtype))
     return known.target(params, config, min(vocab_size or config.vocab_size, config.vocab_size))
 
