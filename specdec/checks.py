@@ -113,6 +113,8 @@ def one_line(error: BaseException) -> str | None:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = [o for o in error.options if not o.startswith("_")]
         hint = did_you_mean(name, options)
+        if (group, name) == ("hydra/launcher", "joblib"):
+            hint = "; install it with pip install 'specdec[sweep]'"
         return f"{group}={name} does not exist{hint} (known: {', '.join(options)})"
     if isinstance(error, OverrideParseException):
         why = _fold(error).partition(" See http")[0]

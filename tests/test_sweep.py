@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.errors import MissingConfigException
 from scripts import call, jobs_of, rows_of, status_of, summary_of, tiny_job
 
 import specdec.experiments
 from specdec import build
+from specdec.checks import one_line
 from specdec.experiments import acceptance, sweep
 from specdec.experiments.launching import job_folder
 
@@ -195,6 +197,11 @@ def test_a_composing_error_stops_a_sweep_before_its_first_job(base, tmp_path, mo
     assert len(err.splitlines()) == 1
     assert "did you mean 'rejection'" in err
     assert not list(tmp_path.glob("grid/*/status.json"))
+
+
+def test_a_launcher_that_is_not_installed_says_how_to_get_it():
+    error = MissingConfigException("no", "hydra/launcher/joblib", ["basic"])
+    assert "pip install 'specdec[sweep]'" in one_line(error)
 
 
 def test_folders_are_named_by_what_is_swept(tmp_path):
