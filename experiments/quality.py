@@ -34,7 +34,7 @@ def quality(cfg: DictConfig, folder: Path) -> float | None:
     stages, rival = build_stages(cfg), build_stages(changed(cfg, propose=plain(cfg.rival)))
     prompts, builtin = load_prompts(cfg), load_prompts(changed(cfg, data=plain(cfg.builtin)))
     short = changed(cfg, sampling={**plain(cfg.sampling), "max_tokens": cfg.builtin_max_tokens})
-    result = {
+    result: dict[str, Any] = {
         "heldout": compare(cfg, models, stages, rival, prompts),
         "builtin": compare(short, models, stages, rival, builtin),
         "bits_per_byte": heldout_bits(cfg, models),

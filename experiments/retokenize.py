@@ -10,6 +10,7 @@ are held out) and `words.txt` (every word of the training side).
 import json
 import os
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,6 +62,7 @@ def retokenize(cfg: DictConfig, folder: Path) -> float:
         counts = {name: len(side) for name, side in sides.items()}
         raise DataError(f"the split gives {counts} answers; both sides need some")
     part = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     if cfg.tokenizer is None:
         tokenizer = train_tokenizer(first_chars(sides["train"], cfg.bpe_chars), cfg.vocab_size)

@@ -91,7 +91,7 @@ def load_saved(folder: str | Path) -> "Tokenizer":
 def bytes_of_ids(tokenizer: "Tokenizer") -> list[int]:
     """Bytes of text that each id stands for; 0 for the special ones."""
     special = {tokenizer.token_to_id(token) for token in SPECIAL}
-    strings = (tokenizer.id_to_token(id_) for id_ in range(tokenizer.get_vocab_size()))
+    strings = (tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size()))
     # in a byte-level vocabulary every character is one byte
     return [0 if id_ in special else len(text) for id_, text in enumerate(strings)]
 
