@@ -168,3 +168,42 @@ def test_an_own_lm_head_takes_the_gradient(reduced):
         got = torch.autograd.grad(2 * loss, (hidden, own))
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, 2 * b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_a_head_learns_and_its_target_does_not(family):
+    """A few steps on one row bring the head nearer to its target, at every unroll step."""
+    _, _, _, target = made(family)
+    name, options = HEADS[family]
+    num_rows = 60 if name == "llama_eagle3" else None
+    ranking, ids = torch.arange(101), torch.arange(101)
+    t2d = None
+    if num_rows is not None:
+        ids = ranking[:num_rows]
+        t2d = torch.full((101,), -1)
+        t2d[ids] = torch.arange(num_rows)
+    head = trained_head(
+        target, head_config(target, name, **options), num_rows=num_rows, ranking=ranking
+    )
+    params = {n: p.requires_grad_() for n, p in head.params.items()}
+    row = make_row_of([30, 34])
+    generator = torch.Generator().manual_seed(0)
+    row = row._replace(input_ids=torch.randint(0, 60, (64,), generator=generator))
+    before = target.embed.clone()
+    out = target_output(target, row, head.config.aux_layers)
+    optimizer = torch.optim.AdamW(params.values(), lr=0.01)
+    overlaps = []
+    for _ in range(25):
+        loss, sums = unrolled_loss(
+            head.unroll(params, out, row, 3), out.hidden, target.lm_head[ids], row,
+            partial(divergence, kl=1.0), [0.01] * 3, own_head=head.lm_head(params), t2d=t2d,
+        )  # fmt: skip
+        overlaps.append(sums.overlap)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (overlaps[-1] > overlaps[0] + 2).all()
+    untrained = [n for n, p in params.items() if p.grad is None and "correction" not in n]
+    assert not untrained
+    assert torch.equal(target.embed, before)
+    assert not target.embed.requires_grad
