@@ -131,6 +131,7 @@ def grid(tmp_path_factory):
         assert call(acceptance.main, plain, patch) == 0
         swept = ["-m", *argv, *axes, f"hydra.sweep.dir={folder}/grid"]
         assert call(acceptance.main, swept, patch) == 0
+    assert [row["status"] for row in rows_of(folder / "grid" / "sweep.csv")] == ["done"] * 4
     return folder / "grid"
 
 

@@ -114,30 +114,24 @@ def test_a_longer_sweep_runs_only_what_is_new(base, tmp_path, monkeypatch, capfd
     monkeypatch.setenv("WANDB_MODE", "disabled")
     argv = ["-m", *base, "logger=wandb", f"hydra.sweep.dir={tmp_path}", "data.num_prompts=2"]
     # -1 cannot run
-    assert call(acceptance.main, [*argv, "propose.num_draft_tokens=2,-1"], monkeypatch) == 1
+    assert call(acceptance.main, [*argv, "propose.num_draft_tokens=2,3,-1"], monkeypatch) == 1
     capfd.readouterr()
+    kept, changed, _ = jobs_of(tmp_path)
+    assert status_of(kept)["value"] == summary_of(kept)["acceptance_length"]
+    status = status_of(changed)
+    (changed / "status.json").write_text(json.dumps({**status, "config_hash": "another"}))
     # a value that is the default's names the same configuration
-    longer = ["propose.num_draft_tokens=1,2,-1", "sampling.temperature=0"]
+    longer = ["propose.num_draft_tokens=1,2,3,-1", "sampling.temperature=0"]
     assert call(acceptance.main, [*argv, *longer], monkeypatch) == 1
     out, err = capfd.readouterr()
     assert out.count("skipped") == 1
+    assert out.count("done with another configuration: run again") == 1
     assert len(err.splitlines()) == 1  # what failed is tried again
     table = rows_of(tmp_path / "sweep.csv")
     told = [(row["propose.num_draft_tokens"], row["status"]) for row in table]
-    assert told == [("1", "done"), ("2", "done"), ("-1", "failed")]
+    assert told == [("1", "done"), ("2", "done"), ("3", "done"), ("-1", "failed")]
+    assert status_of(changed)["config_hash"] == status["config_hash"]
     assert not list(tmp_path.glob("*/wandb/*run-*"))
-
-
-def test_a_changed_configuration_runs_again(base, tmp_path, monkeypatch, capfd):
-    argv = ["-m", *base, f"hydra.sweep.dir={tmp_path}", "data.num_prompts=2", "seed=4"]
-    argv += ["hydra.sweep.subdir=mine"]
-    assert call(acceptance.main, argv, monkeypatch) == 0
-    first = status_of(tmp_path / "mine")
-    assert first["value"] == summary_of(tmp_path / "mine")["acceptance_length"]
-    assert call(acceptance.main, [*argv, "sampling.max_tokens=5"], monkeypatch) == 0
-    assert "another configuration" in capfd.readouterr().out
-    assert status_of(tmp_path / "mine")["config_hash"] != first["config_hash"]
-    assert summary_of(tmp_path / "mine")["config"]["sampling"]["max_tokens"] == 5
 
 
 def test_jobs_together_give_the_rows_of_each_alone(base, rules, tmp_path, monkeypatch):
@@ -222,9 +216,11 @@ def test_folders_are_named_by_what_is_swept(tmp_path):
     assert job_folder(str(tmp_path), ["a.k=4", "path=x"], [], root) != name
 
 
-def test_a_status_that_cannot_be_read_does_not_spoil_the_table(base, tmp_path, monkeypatch):
-    argv = ["-m", *base, "propose=none", "data.num_prompts=2", f"hydra.sweep.dir={tmp_path}"]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "status.json").write_text(json.dumps(["of another program"]))
-    assert call(acceptance.main, argv, monkeypatch) == 0
-    assert [row["status"] for row in rows_of(tmp_path / "sweep.csv")] == ["done"]
+def test_a_status_that_cannot_be_read_does_not_spoil_the_table(tmp_path):
+    status = {"status": "done", "job": "b", "num": 0, "overrides": ["k=1"], "config_hash": "x"}
+    status |= {"error": None, "process": "", "started": "", "seconds": 1.0}
+    for name, text in (("a", "[]"), ("b", json.dumps(status)), ("c", '{"status": "do')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status.json").write_text(text)
+    assert [row["job"] for row in sweep.rebuild(tmp_path)] == ["b"]
+    assert rows_of(tmp_path / "sweep.csv")[0]["k"] == "1"
