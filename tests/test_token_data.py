@@ -126,15 +126,15 @@ def test_ranked_ids_pad_with_unused_ones(tmp_path):
     target = tiny_target()
     for size in (16, 8, 3):
         cfg = SimpleNamespace(logits_from="target_rows", num_draft_rows=size)
-        lm_head, d2t, t2d = draft_rows(cfg, target, ranking)
+        lm_head, d2t, t2d = draft_rows(cfg, SimpleNamespace(num_rows=None), target, ranking)
         assert len(d2t) == size
         assert d2t.tolist() == sorted(set(d2t.tolist()))
         assert {9, 20, 40} <= set(d2t.tolist())
         assert int((t2d >= 0).sum()) == size
         assert torch.equal(lm_head, target.lm_head[d2t])
     cfg = SimpleNamespace(logits_from="shared", num_draft_rows=None)
-    assert draft_rows(cfg, target, ranking)[1:] == (None, None)
+    assert draft_rows(cfg, SimpleNamespace(num_rows=None), target, ranking)[1:] == (None, None)
     for size in (None, 0, 102):
         cfg = SimpleNamespace(logits_from="target_rows", num_draft_rows=size)
         with pytest.raises(ValueError, match="num_draft_rows"):
-            draft_rows(cfg, target, ranking)
+            draft_rows(cfg, SimpleNamespace(num_rows=None), target, ranking)
