@@ -139,7 +139,7 @@ def one_line(error: BaseException) -> str | None:
 def _about_group(error: ValueError) -> str:
     """An override such as `verify=null`; Hydra's own message does not say which."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    override = frame.f_locals.get("override")
+    override: Any = frame.f_locals.get("override")
     group = getattr(override, "key_or_group", "")
     what = f"{override.input_line}: " if group else ""
     folder = files("specdec.conf") / group
