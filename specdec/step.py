@@ -21,6 +21,7 @@ from specdec.state import (
     Drafts,
     Plan,
     State,
+    Verification,
     upload,
 )
 
@@ -70,6 +71,11 @@ def decode_step(
         filters=plan.filters,
     )
     verification = stages.verify(dist, pending_drafts(state, batch, draft), keys(state, batch))
+    if not isinstance(verification, Verification):
+        raise ConfigError(
+            f"the verify stage returned {type(verification).__name__}, not a "
+            "specdec.state.Verification; `specdec.verify.complete` makes one"
+        )
     committed = stages.postprocess(state, batch, verification)
     drafts = stages.propose(
         state, batch, committed, out, draft, num_draft_tokens=plan.num_draft_tokens

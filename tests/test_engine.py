@@ -376,3 +376,10 @@ def test_a_request_ends_at_the_context(target):
     result = generate(eagle_engine(target, max_model_len=20), requests([PROMPT], max_tokens=99))[0]
     assert len(result.token_ids) == 12
     assert result.finish_reason == "length"
+
+
+def test_a_rule_that_returns_something_else_is_named(target):
+    engine = tiny_engine(target, verify=lambda dist, drafts, keys: None)
+    engine.add(Request(tuple(PROMPT), max_tokens=3))
+    with pytest.raises(ConfigError, match="returned NoneType, not a specdec"):
+        engine.step()
