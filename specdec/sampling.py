@@ -114,15 +114,7 @@ def make_dist(
     )
 
 
-def process_logits(
-    logits: Tensor,
-    state: State,
-    batch: Batch,
-    *,
-    vocab_size: int,
-    filters: bool = True,
-    all_greedy: bool = False,
-) -> TargetDist:
+def process_logits(logits: Tensor, state: State, batch: Batch, *, vocab_size: int) -> TargetDist:
     """`make_dist` of a step's logits [N, V], each row under its request's sampling parameters."""
     slots = batch.request_slots[row_requests(batch.cu_num_logits, logits.shape[0])]
     return make_dist(
@@ -134,8 +126,8 @@ def process_logits(
         cu_num_logits=batch.cu_num_logits,
         batch_rows=batch.logits_indices,
         vocab_size=vocab_size,
-        filters=filters,
-        all_greedy=all_greedy,
+        filters=batch.filters,
+        all_greedy=batch.all_greedy,
     )
 
 

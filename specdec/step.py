@@ -62,14 +62,7 @@ def decode_step(
     batch = prepare(state, plan, block_size, kernels)
     out = target.model.forward(batch, target.cache)
     logits = target.model.logits(out.hidden[batch.logits_indices])
-    dist = process_logits(
-        logits,
-        state,
-        batch,
-        vocab_size=target.model.vocab_size,
-        all_greedy=plan.all_greedy,
-        filters=plan.filters,
-    )
+    dist = process_logits(logits, state, batch, vocab_size=target.model.vocab_size)
     verification = stages.verify(dist, pending_drafts(state, batch, draft), keys(state, batch))
     if not isinstance(verification, Verification):
         raise ConfigError(

@@ -164,6 +164,8 @@ def test_process_logits_gives_each_row_its_requests_parameters():
         request_slots=torch.tensor([3, 0, 2]),
         cu_num_logits=torch.tensor([0, 2, 2, 5]),
         logits_indices=torch.tensor([4, 5, 9, 10, 11, 0]),
+        filters=True,
+        all_greedy=False,
     )
     owners = torch.tensor([3, 3, 2, 2, 2, 2])
     dist = process_logits(logits, state, batch, vocab_size=18)
