@@ -1,5 +1,6 @@
 """Compiles kernels for sm_90 without a GPU, away from the interpreter of the test process.
 
+    from compiling import Compile, compile_sm90
     [result] = compile_sm90([Compile("specdec.kernels.x.kernel", "_x", {"x": "*bf16"}, {"N": 8})])
 
 All kernels of a file go into one call: it starts one subprocess, which imports triton once.
