@@ -71,6 +71,13 @@ class GumbelConfig(VerifyConfig):
 
 
 @dataclass
+class SyntheticConfig(VerifyConfig):
+    rule: str = "rejection"
+    accepted: float = 2.0
+    rates: list[float] | None = None
+
+
+@dataclass
 class PostprocessConfig(StageConfig):
     _target_: str = "specdec.postprocess.postprocess"
 
@@ -178,6 +185,7 @@ SCHEMAS: dict[str, type] = {
     "schedule": ScheduleConfig,
     "verify": VerifyConfig,
     "gumbel": GumbelConfig,
+    "synthetic": SyntheticConfig,
     "postprocess": PostprocessConfig,
     "propose": ProposeConfig,
     "ngram": NgramConfig,
