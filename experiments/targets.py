@@ -16,7 +16,7 @@ from specdec.models import deltanet, layers
 from specdec.models.batch import Target, TargetOutput
 from specdec.models.blocks import BLOCKS, Place
 from specdec.models.capture import run_stack
-from specdec.models.decoder import Block, DecoderParams, decoder_layout
+from specdec.models.decoder import Block, DecoderParams, decoder_layout, final_norm
 from specdec.models.deepseek import DeepseekConfig
 from specdec.models.llama import LlamaConfig
 from specdec.models.load import FAMILIES
@@ -87,8 +87,7 @@ def packed_forward(
         partial(block.layer, layer, config, rotation=rotation, attention=mixing, **watched)
         for layer, mixing in zip(params.layers, mixings, strict=True)
     ]
-    hidden, aux = run_stack(blocks, hidden, capture)
-    return TargetOutput(block.norm(hidden, params.norm, config.rms_norm_eps), aux)
+    return run_stack(blocks, hidden, capture, final_norm(block, config, params.norm))
 
 
 class TrainedTarget(NamedTuple):

@@ -50,7 +50,6 @@ class HeadBlock(NamedTuple):
     config: Callable[[Mapping[str, Any], int], Any]  # (config.json, layers) -> the block's config
     config_json: Callable[[Any], dict[str, Any]]  # and back
     layout: Callable[[Any, Place], Any]  # (config, place) -> where a checkpoint has the layer
-    zero_centred: bool = False  # a norm's neutral weight is 0, not 1
 
 
 def _counted(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any], int], Any]:
@@ -113,7 +112,6 @@ BLOCKS: dict[str, HeadBlock] = {
         _qwen3_next_config,
         qwen3_next_config_json,
         _qwen3_next_layout,
-        zero_centred=True,
     ),
     "deepseek": HeadBlock(
         DEEPSEEK, _counted(deepseek_config), deepseek_config_json, _deepseek_layout

@@ -7,32 +7,35 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+from specdec.models.batch import TargetOutput
 
 Block = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 # (hidden, residual or None before the first block) -> (hidden, residual); their sum is the output
+FinalNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # to (normed, summed)
 
 
 def run_stack(
-    blocks: Sequence[Block], hidden: Tensor, capture: Sequence[int] = ()
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    blocks: Sequence[Block], hidden: Tensor, capture: Sequence[int], norm: FinalNorm
+) -> TargetOutput:
     """Runs the blocks over `hidden` [T, H] (the embeddings).
 
     Args:
         capture: numbers of layers, each in 0..L (see `check_layer_ids`).
+        norm: of the residual stream after the last block, see `layers.add_rms_norm`.
 
     Returns:
-        The residual stream [T, H] after the last block, before the final norm; and, in the order
-        asked for, the stream after that many blocks: 0 is the embeddings, L the first result.
+        The normed stream [T, H]; and, in the order asked for, the stream after that many blocks: 0
+        is the embeddings, L what the norm is of.
     """
     residual: Tensor | None = None
     streams: dict[int, Tensor] = {}
     for index, block in enumerate(blocks):
         if index in capture:
-            streams[index] = hidden if residual is None else hidden + residual
+            hidden, residual = hidden if residual is None else hidden + residual, None
+            streams[index] = hidden
         hidden, residual = block(hidden, residual)
-    out = hidden if residual is None else hidden + residual
-    streams[len(blocks)] = out
-    return out, tuple(streams[index] for index in capture)
+    normed, streams[len(blocks)] = norm(hidden, residual)
+    return TargetOutput(normed, tuple(streams[index] for index in capture))
 
 
 def check_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from specdec.models import layers
 from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
-from specdec.models.capture import check_layer_ids, run_stack
+from specdec.models.capture import FinalNorm, check_layer_ids, run_stack
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.layers import linear, rms_norm
+from specdec.models.layers import add_rms_norm, linear
 from specdec.models.parts import check_layout, part, read_layout
 from specdec.models.rope import Rope, inv_freq
 
@@ -66,7 +66,7 @@ class Block(NamedTuple):
     new_cache: Callable[[Any, int, torch.device | str, torch.dtype, CacheShape], Cache]
     # (config, number of layers, device, dtype, shape) -> zeroed pages
     pack: Callable[[Any], Any]  # a layer with its matrices packed for the CPU
-    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # (x, weight, eps), of every norm
+    zero_centred: bool = False  # every norm multiplies by 1 + weight
 
 
 class DecoderParams(NamedTuple):
@@ -93,8 +93,13 @@ def forward(
         partial(block.layer, layer, config, rotation=rotation, attention=attention)
         for layer, attention in zip(params.layers, attentions, strict=True)
     ]
-    hidden, aux = run_stack(blocks, hidden, capture)
-    return TargetOutput(block.norm(hidden, params.norm, config.rms_norm_eps), aux)
+    return run_stack(blocks, hidden, capture, final_norm(block, config, params.norm))
+
+
+def final_norm(block: Block, config: Any, weight: Tensor | None) -> FinalNorm:
+    """The norm after a block's last layer: (hidden, residual or None) -> (normed, summed)."""
+    eps, zero_centred = config.rms_norm_eps, block.zero_centred
+    return partial(add_rms_norm, weight=weight, eps=eps, zero_centred=zero_centred)
 
 
 def paged_attentions(

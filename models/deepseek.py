@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.models.batch import Target
 from specdec.models.decoder import AttentionFn, Block, DecoderParams, decoder_target
-from specdec.models.layers import Rotary, rms_norm
+from specdec.models.layers import Rotary, add_rms_norm
 from specdec.models.mla import (
     Mla,
     latent_attention,
@@ -110,12 +110,9 @@ def deepseek_layer(
     `residual` is None before the first block. For `attention` see `latent_attention`; `observe`
     sees the routing of a block with experts.
     """
-    residual = hidden if residual is None else hidden + residual
-    hidden = residual
-    if layer.input_norm is not None:
-        hidden = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
-    residual = residual + latent_attention(layer.attention, config, hidden, rotation, attention)
-    hidden = rms_norm(residual, layer.post_norm, config.rms_norm_eps)
+    hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
+    out = latent_attention(layer.attention, config, hidden, rotation, attention)
+    hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, Mlp):
         return mlp(layer.mlp, hidden), residual
     return deepseek_moe(layer.mlp, config, hidden, observe), residual

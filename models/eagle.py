@@ -29,6 +29,7 @@ from specdec.models.batch import (
     VocabMap,
 )
 from specdec.models.blocks import BLOCKS
+from specdec.models.decoder import final_norm
 from specdec.models.head import EagleConfig, EagleHead, init_head, owned
 from specdec.models.layers import linear
 from specdec.models.rope import inv_freq
@@ -52,7 +53,7 @@ HeadAttentionFn = Callable[..., Tensor]
 def combine_aux(head: EagleHead, config: EagleConfig, aux: Sequence[Tensor]) -> Tensor:
     """Eagle-3's features: fc(cat(streams)) of A auxiliary streams [..., H_target] -> [..., H]."""
     axes, eps = config.axes, config.block.rms_norm_eps
-    norm = BLOCKS[axes.block].block.norm
+    norm = partial(layers.rms_norm, zero_centred=BLOCKS[axes.block].block.zero_centred)
     if axes.aux_norm == "each":
         aux = [norm(stream, weight, eps) for stream, weight in zip(aux, head.aux_norm, strict=True)]
     joined = torch.cat(tuple(aux), dim=-1)
@@ -77,11 +78,17 @@ def fuse(
     axes, eps = config.axes, config.block.rms_norm_eps
     if axes.position0_embedding == "zeroed":
         embeds = embeds.masked_fill((positions == 0).unsqueeze(-1), 0)
-    if axes.fusion != "cat":
-        norm = BLOCKS[axes.block].block.norm
-        embeds = norm(embeds, owned(head.embed_norm, layer), eps)
-        hidden = norm(hidden, owned(head.hidden_norm, layer), eps)
-    joined = torch.cat((embeds, hidden), dim=-1)
+    if axes.fusion == "cat":
+        joined = torch.cat((embeds, hidden), dim=-1)
+    else:
+        joined = layers.norm_pair(
+            embeds,
+            hidden,
+            owned(head.embed_norm, layer),
+            owned(head.hidden_norm, layer),
+            eps,
+            zero_centred=BLOCKS[axes.block].block.zero_centred,
+        )
     if axes.fusion == "wide":
         return joined
     return linear(joined, owned(head.fc, layer), owned(head.fc_bias, layer))
@@ -126,9 +133,8 @@ def eagle_block(
             head.layers[index], block, x, residual, rotation, attention, **wide
         )
         wide = {}
-    out = normed = x + residual
-    if axes.final_norm:
-        normed = family.norm(out, owned(head.norm, first), block.rms_norm_eps)
+    weight = owned(head.norm, first) if axes.final_norm else None
+    normed, out = final_norm(family, block, weight)(x, residual)
     recycle = {"pre_norm": out, "post_norm": normed, "pinned": hidden}[axes.recycle]
     return DraftOutput(for_logits=normed, recycle=recycle)
 

@@ -106,7 +106,7 @@ def init_head(
     and zero output projections make the block add nothing.
     """
     generator = torch.Generator().manual_seed(seed)
-    neutral_norm = float(not BLOCKS[axes.block].zero_centred)
+    neutral_norm = float(not BLOCKS[axes.block].block.zero_centred)
 
     def fresh(name: str, shape: tuple[int, ...]) -> Tensor:
         if "norm" in name:

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.add_norm import reference as norms
+from specdec.kernels.gated_act.reference import gated_act
 from specdec.kernels.paged_attention.reference import (
     FoldedGroups,
     fold_groups,
     folded_attention,
 )
+from specdec.kernels.runtime import uses_triton
 from specdec.models.batch import Batch
 
 PACKED_MIN_ROWS = 4  # packed products of 1 to 3 rows are no faster than of 4
@@ -53,9 +56,60 @@ def unpack(weight: Tensor) -> Tensor:
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in fp32, returned in x's dtype."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in fp32, returned in x's dtype.
+
+    With `zero_centred` the factor is 1 + weight.
+    """
+    if uses_triton():
+        from specdec.kernels.add_norm import kernel
+
+        return kernel.rms_norm(x, weight, eps, zero_centred)
+    return norms.rms_norm(x, weight, eps, zero_centred)
+
+
+def add_rms_norm(
+    hidden: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What a sub-block reads, and the residual stream [..., H] that it adds to.
+
+    Args:
+        hidden: the output of the sub-block before.
+        residual: the stream before that; None at its start, where `hidden` is the stream.
+        weight: of the norm, see `rms_norm`; None takes the stream as it is.
+
+    Returns:
+        (normed, summed) with summed = hidden + residual.
+    """
+    if weight is None:
+        summed = hidden if residual is None else hidden + residual
+        return summed, summed
+    if uses_triton():
+        from specdec.kernels.add_norm import kernel
+
+        return kernel.add_norm(hidden, residual, weight, eps, zero_centred)
+    return norms.add_norm(hidden, residual, weight, eps, zero_centred)
+
+
+def norm_pair(
+    first: Tensor,
+    second: Tensor,
+    first_weight: Tensor,
+    second_weight: Tensor,
+    eps: float,
+    *,
+    zero_centred: bool = False,
+) -> Tensor:
+    """Norms of two streams [..., H] side by side: [..., 2 H]."""
+    run = norms.norm_pair
+    if uses_triton():
+        from specdec.kernels.add_norm.kernel import norm_pair as run
+    return run(first, second, first_weight, second_weight, eps, zero_centred)
 
 
 def rotary(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Rotary:
@@ -76,8 +130,22 @@ def rotate(x: Tensor, rotation: Rotary) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2 * I] = [gate | up]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if uses_triton():
+        from specdec.kernels.gated_act import kernel
+
+        return kernel.gated_act(gate_up)
+    return gated_act(gate_up)
+
+
+def gated_mlp(
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """A feed-forward part [..., H] -> [..., H]: `linear`, `swiglu`, `linear`."""
+    return linear(swiglu(linear(hidden, gate_up, gate_up_bias)), down, down_bias)
 
 
 def write_kv_(
@@ -101,9 +169,9 @@ def attention_groups(
     batch: Batch, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> FoldedGroups | PagedGroups:
     """The batch as `attend` wants it, made once for all layers of a pass."""
-    if batch.kernels == "triton":
-        shapes = tuple(tuple(group.query_index.shape) for group in batch.groups)
-        return PagedGroups(batch.positions, batch.query_start, batch.block_tables, shapes)
+    if uses_triton():
+        groups = ((len(batch.seq_lens), batch.max_query_len),)
+        return PagedGroups(batch.positions, batch.query_start, batch.block_tables, groups)
     return fold_groups(batch.groups, len(batch.input_ids), num_heads, num_kv_heads, dtype)
 
 

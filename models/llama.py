@@ -18,7 +18,7 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Rotary, linear, pack, rms_norm
+from specdec.models.layers import Rotary, add_rms_norm, linear, pack
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,21 @@ def llama_layer(
     un-normed (Eagle's first layer). `attention_input` replaces what feeds q, k and v, at whatever
     width the layer's are (Eagle-3's first layer).
     """
-    residual = hidden if residual is None else hidden + residual
-    hidden = residual if attention_input is None else attention_input
-    if layer.input_norm is not None:
-        hidden = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+    hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
+    if attention_input is not None:
+        hidden = attention_input
     num_rotated = config.num_heads + config.num_kv_heads
     qkv = linear(hidden, layer.qkv, layer.qkv_bias)
     qkv = qkv.unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
     rotated = layers.rotate(qkv[..., :num_rotated, :], rotation)
     query, key = rotated[..., : config.num_heads, :], rotated[..., config.num_heads :, :]
     out = attention(query, key, qkv[..., num_rotated:, :]).flatten(-2)
-    residual = residual + linear(out, layer.out, layer.out_bias)
-    hidden = rms_norm(residual, layer.post_norm, config.rms_norm_eps)
-    hidden = layers.swiglu(linear(hidden, layer.gate_up, layer.gate_up_bias))
-    return linear(hidden, layer.down, layer.down_bias), residual
+    out = linear(out, layer.out, layer.out_bias)
+    hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
+    hidden = layers.gated_mlp(
+        hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias
+    )
+    return hidden, residual
 
 
 def pack_layer(layer: LlamaLayer) -> LlamaLayer:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.models.layers import linear, pack, swiglu
+from specdec.models.layers import gated_mlp, linear, pack, swiglu
 from specdec.models.parts import Part, part
 
 DENSE_EXPERTS = 16  # up to which training runs them all
@@ -66,7 +66,7 @@ class SoftmaxMoe(NamedTuple):
 
 def mlp(params: Mlp, hidden: Tensor) -> Tensor:
     """[..., H] -> [..., H]."""
-    return linear(swiglu(linear(hidden, params.gate_up)), params.down)
+    return gated_mlp(hidden, params.gate_up, params.down)
 
 
 def softmax_routing(hidden: Tensor, gate: Tensor, *, top_k: int, normalise: bool) -> Routing:

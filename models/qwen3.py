@@ -19,7 +19,7 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Rotary, linear, pack, rms_norm
+from specdec.models.layers import Rotary, add_rms_norm, linear, pack, rms_norm
 from specdec.models.moe import Mlp, mlp, pack_mlp
 
 
@@ -70,10 +70,9 @@ def qwen3_block(
     attention_input: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`qwen3_layer` with the feed-forward part as an argument: (layer.mlp, [..., H]) -> [..., H]"""
-    residual = hidden if residual is None else hidden + residual
-    hidden = residual if attention_input is None else attention_input
-    if layer.input_norm is not None:
-        hidden = rms_norm(residual, layer.input_norm, config.rms_norm_eps)
+    hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
+    if attention_input is not None:
+        hidden = attention_input
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = linear(hidden, layer.qkv, layer.qkv_bias)
     qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
@@ -81,8 +80,8 @@ def qwen3_block(
     query = layers.rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), rotation)
     key = layers.rotate(rms_norm(key, layer.k_norm, config.rms_norm_eps), rotation)
     out = attention(query, key, value).flatten(-2)
-    residual = residual + linear(out, layer.out, layer.out_bias)
-    hidden = rms_norm(residual, layer.post_norm, config.rms_norm_eps)
+    out = linear(out, layer.out, layer.out_bias)
+    hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
     return feed_forward(layer.mlp, hidden), residual
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.models import deltanet, layers
@@ -24,7 +23,7 @@ from specdec.models.decoder import (
     paged_attentions,
 )
 from specdec.models.deltanet import DeltaNet, DeltaNetConfig, RecurrenceFn, delta_mixer
-from specdec.models.layers import Rotary, linear, pack
+from specdec.models.layers import Rotary, add_rms_norm, linear, pack, rms_norm
 from specdec.models.moe import Experts, Mlp, ObserveFn, mlp, pack_mlp, run_experts, softmax_routing
 from specdec.models.qwen3 import new_cache as new_paged_cache
 from specdec.models.rope import Rope
@@ -103,9 +102,8 @@ class RecurrentCache(NamedTuple):
     window_start: Tensor  # [S] int64 position of the first stored row
 
 
-def zero_centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * (1 + weight) over the last dimension, computed in fp32, in x's dtype."""
-    return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+add_zero_centred_norm = partial(add_rms_norm, zero_centred=True)
+zero_centred_norm = partial(rms_norm, zero_centred=True)
 
 
 def qwen3_next_layer(
@@ -124,16 +122,13 @@ def qwen3_next_layer(
         attention: for a DeltaNet layer, its recurrence.
         observe: sees the routing of a layer with experts.
     """
-    residual = hidden if residual is None else hidden + residual
-    hidden = residual
-    if layer.input_norm is not None:
-        hidden = zero_centred_norm(residual, layer.input_norm, config.rms_norm_eps)
+    eps = config.rms_norm_eps
+    hidden, residual = add_zero_centred_norm(hidden, residual, layer.input_norm, eps)
     if isinstance(layer.mixer, DeltaNet):
         hidden = delta_mixer(layer.mixer, config.delta, hidden, attention)
     else:
         hidden = gated_attention(layer.mixer, config, hidden, rotation, attention)
-    residual = residual + hidden
-    hidden = zero_centred_norm(residual, layer.post_norm, config.rms_norm_eps)
+    hidden, residual = add_zero_centred_norm(hidden, residual, layer.post_norm, eps)
     if isinstance(layer.mlp, Mlp):
         return mlp(layer.mlp, hidden), residual
     return shared_expert_moe(layer.mlp, config, hidden, observe), residual
@@ -187,8 +182,7 @@ def mixings(
     if not cache.stored:
         return paged_attentions(config, batch, cache, dtype)
     window = cache.stored[0].shape[1] - (config.delta.conv_width - 1) + 1
-    rows = deltanet.step_rows(batch, cache.window_start, window)
-    deltanet.move_windows_(cache.window_start, rows, batch.positions)
+    rows = deltanet.begin_step_(config.delta, batch, cache.window_start, window)
     attentions = iter(paged_attentions(config, batch, cache, dtype))
     slots = iter(zip(cache.states, cache.stored, strict=True))
     return [
@@ -266,7 +260,7 @@ def pack_layer(layer: Qwen3NextLayer) -> Qwen3NextLayer:
     return layer._replace(mixer=mixer, mlp=feed_forward)
 
 
-QWEN3_NEXT = Block(qwen3_next_layer, mixings, new_cache, pack_layer, zero_centred_norm)
+QWEN3_NEXT = Block(qwen3_next_layer, mixings, new_cache, pack_layer, zero_centred=True)
 
 # the block of an MTP head: full attention in every layer
 QWEN3_NEXT_ATTENTION = QWEN3_NEXT._replace(attentions=paged_attentions, new_cache=new_paged_cache)

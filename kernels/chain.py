@@ -1,0 +1,40 @@
+"""Kernels that start while the one before them still runs: programmatic dependent launch.
+
+A kernel launched with `overlapped()` may start as soon as every program of the kernel before it in
+the stream has called `gdc_launch_dependents` or ended. What makes that safe, in every kernel that
+is launched so:
+
+* It calls `gdc_launch_dependents` first, so that the next kernel may come in beside it.
+* Before `gdc_wait` it reads only what no kernel of a step writes: weights, biases, norms. There it
+  asks for them, so that memory is busy while the kernels before it run out.
+* It calls `gdc_wait` before its first read of anything else, and before its first write of any
+  kind: its output may lie in memory that an earlier kernel still reads. `gdc_wait` returns when
+  the kernel before has ended and what it wrote is visible.
+* It calls `gdc_wait` in every program, also in one that then has nothing to do. Kernels further
+  back are known to have ended only because the one before waited for them in turn.
+
+A kernel launched without `overlapped()` starts when all before it have ended, as ever, and may
+stand anywhere in such a chain. A kernel that follows some copy of weights into place (loading,
+training) must not be overlapped with it; the engine never changes weights in a step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from specdec.kernels.runtime import interpreting
+
+
+@cache
+def can_overlap() -> bool:
+    """Whether the current device has it (compute capability 9.0); never in the interpreter."""
+    if interpreting() or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+def overlapped() -> dict[str, bool]:
+    """Options of an overlapped launch: the constant OVERLAP, and launch_pdl where it is True."""
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap() else {"OVERLAP": False}
