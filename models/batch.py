@@ -37,11 +37,13 @@ class Batch:
     cu_num_logits: Tensor  # [R + 1] int64
     request_slots: Tensor  # [R] int64 rows of State
     row_valid: Tensor  # [T] bool, False on padding rows
-    groups: tuple[AttentionGroup, ...]  # covers every row exactly once, padding repeats aside
+    groups: tuple[AttentionGroup, ...]  # covers every row once, padding repeats aside; the Triton
+    # kernels read positions and block tables instead, and for them there are none
+    block_size: int
+    max_query_len: int  # most rows of a request, an upper bound
     ancestor_mask: Tensor | None = None  # [T] int64 bit masks of tree ancestors
     all_greedy: bool = False  # host facts: no request of the step samples,
     filters: bool = True  # some request uses top-k, top-p or min-p
-    kernels: str = "torch"  # or "triton": what attention over this batch runs on
 
 
 class CacheShape(NamedTuple):

@@ -282,7 +282,7 @@ def build_engine(
     block_size = cfg.cache.block_size
     per_request = blocks_for(max_model_len + bound.num_draft_tokens, block_size)
     draft = models.draft if bound.uses_draft is not False else None
-    shape = CacheShape(1, block_size, num_seqs, bound.num_draft_tokens + 1)
+    shape = CacheShape(1, block_size, num_seqs + 1, bound.num_draft_tokens + 1)
     fit = runtime.blocks_that_fit(models.target, draft, shape, models.device)
     num_blocks = cfg.cache.num_blocks
     if num_blocks is None:
@@ -301,6 +301,8 @@ def build_engine(
         num_blocks=num_blocks,
         max_draft_tokens=bound.num_draft_tokens,
     )
+    kernels = runtime.pick_kernels(cfg.kernels.backend, models.device)
+    on_gpu, graphs, overlap = models.device.type == "cuda", cfg.kernels.graphs, cfg.kernels.overlap
     return Engine(
         models.target,
         draft,
@@ -308,5 +310,7 @@ def build_engine(
         limits,
         eos_token_ids=models.eos_token_ids,
         draft_sampling=bound.draft_sampling,
-        kernels=runtime.pick_kernels(cfg.kernels.backend, models.device),
+        kernels=kernels,
+        graphs=on_gpu and kernels == "triton" if graphs is None else graphs,
+        overlap=on_gpu if overlap is None else overlap,
     )

@@ -117,6 +117,8 @@ class CacheConfig:
 @dataclass
 class KernelsConfig:
     backend: str = "torch"
+    graphs: bool | None = None  # each step as one CUDA graph; null: where Triton runs on a GPU
+    overlap: bool | None = None  # launch a step before the last one is read; null: on a GPU
 
 
 @dataclass

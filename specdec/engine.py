@@ -4,17 +4,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec.cache import BlockPool, blocks_for
 from specdec.errors import ConfigError, RequestError
 from specdec.models.batch import NULL_BLOCK, Draft, Target
+from specdec.graph import graphed
+from specdec.kernels.runtime import using
+from specdec.padding import buckets, pad, plans
 from specdec.schedule import Limits, Request, Requests, Sequence, check_plan
-from specdec.state import FinishReason, Plan, apply_plan_, new_state
-from specdec.step import Model, Stages, decode_step
+from specdec.state import FinishReason, Plan, apply_plan_, new_state, upload
+from specdec.step import Model, Stages, StepShape, decode_step, plan_rows, step_shape
 from specdec.verify import traits_of
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,15 @@ class Output(NamedTuple):
     token_ids: tuple[int, ...]
     round: Round | None  # None for the step that ends a prefill: its token is not a verify round
     finish_reason: str | None
+
+
+class Flight(NamedTuple):
+    """A step that was launched; its outcome is read later."""
+
+    sequences: tuple[tuple[Sequence, int, bool], ...]  # and its slot, and if this is a verify round
+    num_logits: tuple[int, ...]
+    packed: Tensor  # as `decode_step` gives it, on the host once `done`
+    done: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -58,9 +71,13 @@ class Engine:
         draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of
             draft logits when the verify rule wants draft probabilities.
         kernels: "torch" or "triton".
+        graphs: run every step as one CUDA graph, padded to a few shapes; needs Triton on a GPU. A
+            shape's first step captures it, unless `warm_up` did.
+        overlap: launch a step before the last one's outcome is read, so that the device never
+            waits for the host. A step's outputs then come with the next call of `step`.
 
     Raises:
-        ConfigError: when the sizes cannot serve even one request.
+        ConfigError: when the sizes cannot serve even one request, or graphs cannot be captured.
     """
 
     def __init__(
@@ -73,8 +90,11 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         draft_sampling: str = "greedy",
         kernels: str = "torch",
+        graphs: bool = False,
+        overlap: bool = False,
     ):
         self.stages, self.limits, self.kernels = stages, limits, kernels
+        self.graphs, self.overlap = graphs, overlap
         per_request = limits.max_model_len + limits.max_draft_tokens
         if blocks_for(per_request, limits.block_size) > limits.num_blocks - 1:
             raise ConfigError(
@@ -90,8 +110,13 @@ class Engine:
             target = _with_streams(target, draft)
         weight = target.lm_head
         wants_q = traits_of(stages.verify).wants_draft_probs and draft_sampling == "sample"
+        if graphs and (kernels != "triton" or weight.device.type != "cuda"):
+            raise ConfigError(
+                f"CUDA graphs need kernels=triton on a GPU, not kernels={kernels} on "
+                f"{weight.device.type}; set kernels.graphs=false"
+            )
         self.state = new_state(
-            limits.max_num_seqs,
+            limits.num_slots,
             limits.max_model_len,
             limits.max_draft_tokens,
             limits.block_size,
@@ -108,12 +133,37 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._flight: Flight | None = None
+        self._buckets = buckets(limits)
+        self._steps: dict[StepShape, Callable[[Tensor], Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._next_id = 0
         self._warned_of_length = False
 
+    @torch.inference_mode()
+    def warm_up(self, on_graph: Callable[[int, int], None] | None = None) -> None:
+        """Capture the graphs of every padded shape, greedy and sampling; nothing without graphs.
+
+        Args:
+            on_graph: called after each with the number done and the number of all.
+        """
+        if not self.graphs:
+            return
+        flags = ((True, False), (False, False))
+        shapes = [
+            (replace(plan, all_greedy=greedy, filters=filters))
+            for plan in plans(self.limits, self._buckets)
+            for greedy, filters in flags
+        ]
+        for done, plan in enumerate(shapes, 1):
+            with using(self.kernels):
+                self._run(step_shape(plan), plan_rows(plan))
+            if on_graph is not None:
+                on_graph(done, len(shapes))
+
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._flight)
 
     def check(self, request: Request) -> None:
         """Raises RequestError for an empty prompt, one as long as the context, or unknown ids."""
@@ -163,37 +213,70 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Plan, run and read back one step.
+        """Plan and launch a step, and read one back: this one, or with `overlap` the last one.
 
         Raises:
             ConfigError: the schedule's plan does not fit the books, which are left as they were.
         """
+        plan = self._plan()
+        outputs = []
+        if plan.preempted and self._flight:  # whose tokens are in flight cannot give up its slot
+            outputs, plan = self._land_(), self._plan()
+        flight = self._launch_(plan)
+        if self.overlap:
+            outputs += self._land_()
+            self._flight = flight
+        else:
+            self._flight = flight
+            outputs += self._land_()
+        return outputs
+
+    def _plan(self) -> Plan:
         requests = Requests(self.running, self.waiting, self.free_slots, self.pool.free)
         plan = self.stages.schedule(requests, self.limits)
         check_plan(plan, requests, self.limits)
+        return plan
+
+    def _launch_(self, plan: Plan) -> Flight | None:
         self._book_(plan)
         if not plan.slots:
-            return []
-        apply_plan_(self.state, plan)
-        committed, num_drafts = decode_step(
-            self.state,
-            plan,
-            self.target,
-            self.draft,
-            self.stages,
-            self.limits.block_size,
-            self.kernels,
-        )
-        counts = (
-            committed.num_committed,
-            committed.num_accepted,
-            committed.num_drafted,
-            committed.num_computed_tokens,
-            committed.finish_reason,
-            num_drafts,
-        )
-        packed = torch.cat([committed.token_ids, torch.stack(counts, dim=1)], dim=1)
-        return self._collect_(plan, packed.tolist())
+            return None
+        by_slot = {s.slot: s for s in self.running}
+        sequences = tuple((by_slot[s], s, by_slot[s].is_decoding) for s in plan.slots)
+        device = self.state.token_ids.device
+        with using(self.kernels):
+            apply_plan_(self.state, plan)
+            padded = pad(plan, self.limits, self._buckets) if self.graphs else plan
+            packed = self._run(step_shape(padded), plan_rows(padded))
+        self._expect_(plan)
+        if device.type != "cuda":
+            return Flight(sequences, plan.num_logits, packed, None)
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Flight(sequences, plan.num_logits, host, done)
+
+    def _run(self, shape: StepShape, rows: Tensor) -> Tensor:
+        def run(rows: Tensor) -> Tensor:
+            return decode_step(
+                self.state,
+                rows,
+                shape,
+                self.target,
+                self.draft,
+                self.stages,
+                self.limits.block_size,
+            )
+
+        device = self.state.token_ids.device
+        if not self.graphs:
+            return run(upload(rows, device))
+        if shape not in self._steps:
+            # the example's requests are padding: they write nothing that is ever read
+            example = torch.cat((torch.full_like(rows[:1], self.limits.num_slots - 1), rows[1:]))
+            self._steps[shape] = graphed(run, (example.to(device),), self._pool)
+        return self._steps[shape](rows.pin_memory())
 
     def _book_(self, plan: Plan) -> None:
         """Carry a plan that `check_plan` passed out in the host's books."""
@@ -224,21 +307,40 @@ class Engine:
         self.pool.release_(sequence.blocks)
         self.free_slots.append(sequence.slot)
         self.running.remove(sequence)
-        sequence.blocks, sequence.slot = [], -1
+        sequence.blocks, sequence.slot, sequence.num_unread = [], -1, 0
 
-    def _collect_(self, plan: Plan, rows: list[list[int]]) -> list[Output]:
+    def _expect_(self, plan: Plan) -> None:
+        """Book what the launched step will bring: exactly for prefill chunks, else at most."""
         by_slot = {s.slot: s for s in self.running}
-        outputs = []
-        for slot, num_logits, row in zip(plan.slots, plan.num_logits, rows, strict=True):
+        for slot, rows, num_logits in zip(plan.slots, plan.query_lens, plan.num_logits, strict=True):
             sequence = by_slot[slot]
-            kept, accepted, drafted, computed, reason, num_drafts = row[-6:]
-            if not num_logits:
-                sequence.num_computed = computed
+            if num_logits:
+                sequence.num_unread += num_logits
+                sequence.num_computed = sequence.num_tokens - 1
+                sequence.num_drafts = plan.num_draft_tokens
+            else:
+                sequence.num_computed += rows
+
+    def _land_(self) -> list[Output]:
+        """Read the step in flight; requests that were dropped since are passed over."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        if flight.done is not None:
+            flight.done.synchronize()
+        outputs = []
+        landed = zip(flight.sequences, flight.num_logits, flight.packed.tolist(), strict=False)
+        for (sequence, slot, is_round), num_logits, row in landed:
+            if not num_logits or sequence.slot != slot:
                 continue
-            is_round = sequence.is_decoding
+            kept, accepted, drafted, computed, reason, num_drafts = row[-6:]
             tokens = tuple(row[:kept])
             sequence.token_ids.extend(tokens)
-            sequence.num_computed, sequence.num_drafts = computed, num_drafts
+            sequence.num_unread -= num_logits
+            if sequence.num_unread:
+                sequence.num_computed = sequence.num_tokens - 1
+            else:
+                sequence.num_computed, sequence.num_drafts = computed, num_drafts
             finish = None if reason == 0 else FinishReason(reason).name.lower()
             if finish == "error":
                 self._scrub_(sequence)

@@ -30,11 +30,16 @@ class Limits(NamedTuple):
     max_draft_tokens: int  # K_max: lookahead slots of every request
 
     @property
+    def num_slots(self) -> int:
+        """Rows of State: one a request, and the one of padding requests."""
+        return self.max_num_seqs + 1
+
+    @property
     def cache_shape(self) -> CacheShape:
         return CacheShape(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            num_slots=self.max_num_seqs,
+            num_slots=self.num_slots,
             window=self.max_draft_tokens + 1,
         )
 
@@ -55,17 +60,26 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """The host's view of a request; the engine alone changes it."""
+    """The host's view of a request; the engine alone changes it.
+
+    While a step of it is in flight, `num_unread`, `num_computed` and `num_drafts` are what they will
+    be at most, and the device's own counts may be lower.
+    """
 
     request_id: int
     request: Request
     max_len: int
     token_ids: list[int]
+    num_unread: int = 0  # tokens that steps in flight may commit
     num_computed: int = 0
     num_prefill: int = 0  # rows before decoding: prompt, and output from before a preemption
     num_drafts: int = 0
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_unread
 
     @property
     def is_decoding(self) -> bool:
@@ -75,7 +89,12 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Rows that would bring the cache up to prompt + output + drafts."""
-        return len(self.token_ids) + self.num_drafts - self.num_computed
+        return self.num_tokens + self.num_drafts - self.num_computed
+
+    @property
+    def will_have_ended(self) -> bool:
+        """A step in flight commits its last token: every one commits a token at least."""
+        return bool(self.num_unread) and len(self.token_ids) + 1 >= self.max_len
 
 
 class Requests(NamedTuple):
@@ -130,7 +149,7 @@ def schedule(
         pending = sequence.num_pending
         rows = min(pending, budget)
         whole = rows == pending or not sequence.num_drafts
-        if rows <= 0 or not whole or sequence.slot in preempted:
+        if rows <= 0 or not whole or sequence.will_have_ended or sequence.slot in preempted:
             continue
         if not reserve(sequence, sequence.slot, rows):
             busy = {slot for _, slot, _ in scheduled} | preempted
@@ -147,7 +166,7 @@ def schedule(
             break
         admissions.append(_admission(sequence, slot))
 
-    scheduled.sort(key=lambda x: (_bucket(x[2]), len(x[0].token_ids)))
+    scheduled.sort(key=lambda x: (_bucket(x[2]), x[0].num_tokens))
     query_lens = tuple(rows for _, _, rows in scheduled)
     seq_lens = tuple(s.num_computed + rows + num_draft_tokens for s, _, rows in scheduled)
     return Plan(

@@ -26,7 +26,10 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class State:
-    """One row a slot, S slots, on the device. L: longest sequence, K: most drafts, M: blocks."""
+    """One row a slot, S slots, on the device. L: longest sequence, K: most drafts, M: blocks.
+
+    The last slot is no request's: padding requests of a step have it. It never runs.
+    """
 
     token_ids: Tensor  # [S, L + K + 1] int64, prompt then committed output; the tail is scratch
     prompt_len: Tensor  # [S] int64
@@ -176,7 +179,10 @@ def new_state(
     dtype: torch.dtype,
     device: torch.device,
 ) -> State:
-    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities."""
+    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities.
+
+    One token stands in every slot, so that positions of a slot that never ran are in range.
+    """
 
     def ints(*shape: int, value: int = 0) -> Tensor:
         return torch.full(shape, value, dtype=torch.int64, device=device)
@@ -190,7 +196,7 @@ def new_state(
         token_ids=ints(slots, max_len + k + 1),
         prompt_len=ints(slots),
         max_len=ints(slots),
-        num_tokens=ints(slots),
+        num_tokens=ints(slots, value=1),
         num_computed_tokens=ints(slots),
         draft_token_ids=ints(slots, k, value=PLACEHOLDER_TOKEN_ID),
         draft_is_delta=torch.ones(slots, k, dtype=torch.bool, device=device),
@@ -207,7 +213,7 @@ def new_state(
         seeds=ints(slots),
         ignore_eos=torch.zeros(slots, dtype=torch.bool, device=device),
         block_tables=ints(slots, columns, value=NULL_BLOCK),
-        finish_reason=ints(slots),
+        finish_reason=ints(slots, value=int(FinishReason.ABORT)),
         generation=ints(slots),
         eos_token_ids=torch.tensor(eos_token_ids, dtype=torch.int64, device=device),
     )
@@ -257,6 +263,11 @@ def _admit_(state: State, plan: Plan) -> None:
     state.generation[slots] += 1
     # what the slot's former request left would be read, though masked: another's NaN is one here
     state.block_tables[slots] = NULL_BLOCK
+
+
+def is_running(state: State, slots: Tensor) -> Tensor:
+    """[R] bool, False for padding requests and those that ended in a step not read yet."""
+    return state.finish_reason[slots] == int(FinishReason.RUNNING)
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ConfigError
+from specdec.kernels.runtime import uses_triton
 from specdec.keys import Keys
 from specdec.models.batch import NULL_BLOCK, AttentionGroup, Batch, Draft, Target
 from specdec.sampling import process_logits
@@ -22,7 +23,7 @@ from specdec.state import (
     Plan,
     State,
     Verification,
-    upload,
+    is_running,
 )
 
 
@@ -45,21 +46,60 @@ class Model(NamedTuple, Generic[M]):
     cache: Any
 
 
+class StepShape(NamedTuple):
+    """What the host knows of a step: every size, and no value. One CUDA graph serves one shape."""
+
+    num_requests: int
+    num_rows: int
+    num_logits: int
+    max_query_len: int
+    groups: tuple[tuple[int, int, int], ...]  # as in Plan; none where kernels need no rectangles
+    num_draft_tokens: int
+    all_greedy: bool
+    filters: bool
+
+
+def step_shape(plan: Plan) -> StepShape:
+    """The shape of a plan; of a ragged one the kernels know no longest query but the row count."""
+    longest, num_rows = max(plan.query_lens), sum(plan.query_lens)
+    if uses_triton() and longest > min(plan.query_lens):
+        longest = num_rows
+    return StepShape(
+        num_requests=len(plan.slots),
+        num_rows=num_rows,
+        num_logits=sum(plan.num_logits),
+        max_query_len=longest,
+        groups=() if uses_triton() else plan.groups,
+        num_draft_tokens=plan.num_draft_tokens,
+        all_greedy=plan.all_greedy,
+        filters=plan.filters,
+    )
+
+
+def plan_rows(plan: Plan) -> Tensor:
+    """[3, R] int64 on the host: slots, rows and logits rows of each request."""
+    return torch.tensor([plan.slots, plan.query_lens, plan.num_logits], dtype=torch.int64)
+
+
 def decode_step(
     state: State,
-    plan: Plan,
+    rows: Tensor,
+    shape: StepShape,
     target: Model[Target],
     draft: Model[Draft] | None,
     stages: Stages,
     block_size: int,
-    kernels: str = "torch",
-) -> tuple[Committed, Tensor]:
+) -> Tensor:
     """Run a plan's rows through the target, verify, and propose the next drafts.
 
+    Args:
+        rows: `plan_rows` on the device.
+
     Returns:
-        What was committed, and the number of drafts pending afterwards [R].
+        [R, W + 6] int64: the W columns of `Committed.token_ids`, then num_committed, num_accepted,
+        num_drafted, num_computed_tokens, finish_reason and the drafts now pending.
     """
-    batch = prepare(state, plan, block_size, kernels)
+    batch = prepare(state, rows, shape, block_size)
     out = target.model.forward(batch, target.cache)
     logits = target.model.logits(out.hidden[batch.logits_indices])
     dist = process_logits(logits, state, batch, vocab_size=target.model.vocab_size)
@@ -71,21 +111,29 @@ def decode_step(
         )
     committed = stages.postprocess(state, batch, verification)
     drafts = stages.propose(
-        state, batch, committed, out, draft, num_draft_tokens=plan.num_draft_tokens
+        state, batch, committed, out, draft, num_draft_tokens=shape.num_draft_tokens
     )
-    return committed, commit_(state, batch, committed, drafts)
+    num_drafts = commit_(state, batch, committed, drafts)
+    counts = (
+        committed.num_committed,
+        committed.num_accepted,
+        committed.num_drafted,
+        committed.num_computed_tokens,
+        committed.finish_reason,
+        num_drafts,
+    )
+    return torch.cat([committed.token_ids, torch.stack(counts, dim=1)], dim=1)
 
 
-def prepare(state: State, plan: Plan, block_size: int, kernels: str = "torch") -> Batch:
+def prepare(state: State, rows: Tensor, shape: StepShape, block_size: int) -> Batch:
     """Exact ids, positions and slots of the planned rows, from the device's own counts.
 
-    The plan's row counts are upper bounds: rows past a request's real tokens become padding.
+    The plan's row counts are upper bounds: rows past a request's real tokens become padding, and
+    so do all rows of a request that ended in a step which the host has not read yet.
     """
     device = state.token_ids.device
-    num_requests, num_rows = len(plan.slots), sum(plan.query_lens)
-    num_logits = sum(plan.num_logits)
-    host = torch.tensor([plan.slots, plan.query_lens, plan.num_logits], dtype=torch.int64)
-    slots, query_lens, logits_lens = upload(host, device)
+    num_requests, num_rows, num_logits = shape[:3]
+    slots, query_lens, logits_lens = rows
     query_start = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0))
     cu_num_logits = torch.nn.functional.pad(logits_lens.cumsum(0), (1, 0))
 
@@ -95,7 +143,7 @@ def prepare(state: State, plan: Plan, block_size: int, kernels: str = "torch") -
     offset = torch.arange(num_rows, device=device) - query_start[request]
     row_slots = slots[request]
     num_tokens, computed = state.num_tokens[slots], state.num_computed_tokens[slots]
-    total = num_tokens + state.num_drafts[slots]
+    total = torch.where(is_running(state, slots), num_tokens + state.num_drafts[slots], 0)
     positions = computed[request] + offset
     valid = positions < total[request]
     positions = torch.where(valid, positions, 0)
@@ -127,10 +175,11 @@ def prepare(state: State, plan: Plan, block_size: int, kernels: str = "torch") -
         cu_num_logits=cu_num_logits,
         request_slots=slots,
         row_valid=valid,
-        groups=_groups(plan, query_start, query_lens, positions, block_tables, block_size),
-        all_greedy=plan.all_greedy,
-        filters=plan.filters,
-        kernels=kernels,
+        groups=_groups(shape, query_start, query_lens, positions, block_tables, block_size),
+        block_size=block_size,
+        max_query_len=shape.max_query_len,
+        all_greedy=shape.all_greedy,
+        filters=shape.filters,
     )
 
 
@@ -141,7 +190,7 @@ def slot_of(block_tables: Tensor, request: Tensor, positions: Tensor, block_size
 
 
 def _groups(
-    plan: Plan,
+    shape: StepShape,
     query_start: Tensor,
     query_lens: Tensor,
     positions: Tensor,
@@ -149,8 +198,8 @@ def _groups(
     block_size: int,
 ) -> tuple[AttentionGroup, ...]:
     groups = []
-    bounds = [0, *accumulate(size for size, _, _ in plan.groups)]
-    for (_, max_query, max_seq), start, end in zip(plan.groups, bounds, bounds[1:], strict=False):
+    bounds = [0, *accumulate(size for size, _, _ in shape.groups)]
+    for (_, max_query, max_seq), start, end in zip(shape.groups, bounds, bounds[1:], strict=False):
         column = torch.arange(max_query, device=positions.device)[None, :]
         column = torch.where(column < query_lens[start:end, None], column, 0)
         query_index = query_start[start:end, None] + column

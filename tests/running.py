@@ -24,6 +24,9 @@ def tiny_engine(
     block_size=4,
     num_blocks=400,
     eos=(2,),
+    kernels="torch",
+    graphs=False,
+    overlap=False,
     **keywords,
 ):
     """`propose` is bound with K = k and `draft_sampling`; other keywords go to it too."""
@@ -39,7 +42,17 @@ def tiny_engine(
         propose=partial(propose, draft_sampling=draft_sampling, **keywords),
     )
     limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks, k)
-    return Engine(target, draft, stages, limits, eos_token_ids=eos, draft_sampling=draft_sampling)
+    return Engine(
+        target,
+        draft,
+        stages,
+        limits,
+        eos_token_ids=eos,
+        draft_sampling=draft_sampling,
+        kernels=kernels,
+        graphs=graphs,
+        overlap=overlap,
+    )
 
 
 def requests(prompts, **keywords):

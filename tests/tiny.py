@@ -210,6 +210,8 @@ def make_batch(
         request_slots=tensor([i if s.slot is None else s.slot for i, s in enumerate(steps)]),
         row_valid=valid,
         groups=tuple(group(members) for _, members in sorted(groups.items(), reverse=True)),
+        block_size=block_size,
+        max_query_len=max(len(step.token_ids) for step in steps),
     )
 
 

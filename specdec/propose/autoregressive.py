@@ -188,14 +188,16 @@ def _next_rows(batch: Batch, last: Tensor, step: int, num_depths: int) -> Batch:
     starts = torch.arange(num_requests + 1, device=last.device) * count
     everywhere = torch.ones_like(positions, dtype=torch.bool)
     request = request.repeat_interleave(count)
-    return _placed(batch, positions, everywhere, request, groups, starts, last + offsets[-1] + 1)
+    seq_lens = last + offsets[-1] + 1
+    return _placed(batch, positions, everywhere, request, groups, starts, seq_lens, count)
 
 
 def _moved_back(batch: Batch, request: Tensor, depth: int) -> Batch:
     """The batch with every row `depth` positions earlier; rows before position 0 are invalid."""
     indices = [group.query_index for group in batch.groups]
     positions, lens = batch.positions - depth, (batch.seq_lens - depth).clamp(min=0)
-    return _placed(batch, positions, batch.row_valid, request, indices, batch.query_start, lens)
+    start, longest = batch.query_start, batch.max_query_len
+    return _placed(batch, positions, batch.row_valid, request, indices, start, lens, longest)
 
 
 def _placed(
@@ -206,10 +208,10 @@ def _placed(
     query_indices: list[Tensor],
     query_start: Tensor,
     seq_lens: Tensor,
+    max_query_len: int,
 ) -> Batch:
     """Rows of the batch's requests at other positions, in lookahead slots where they are new."""
-    first = batch.groups[0]
-    block_size = first.mask.shape[2] // first.block_tables.shape[1]
+    block_size = batch.block_size
     valid = valid & (positions >= 0)
     positions = torch.where(valid, positions, 0)
     slot_mapping = slot_of(batch.block_tables, request, positions, block_size)
@@ -223,6 +225,7 @@ def _placed(
         logits_indices=query_start[1:] - 1,
         cu_num_logits=torch.arange(len(query_start), device=positions.device),
         row_valid=valid,
+        max_query_len=max_query_len,
         groups=tuple(
             attention_group(index, positions, group.block_tables, block_size)
             for index, group in zip(query_indices, batch.groups, strict=True)
