@@ -138,30 +138,7 @@ def new_target(
 
 def init_params(config: Any, layout: DecoderParams, *, seed: int = 0) -> DecoderParams:
     """Fresh fp32 parameters: output projections smaller with depth, the rest as the field does."""
-    generator = torch.Generator().manual_seed(seed)
-    neutral = 0.0 if isinstance(config, Qwen3NextConfig) else 1.0
-    output_std = STD / math.sqrt(2 * config.num_layers)
-
-    def uniform(shape: tuple[int, ...], low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator)
-
-    def fresh(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("linear_attn.norm.weight"):
-            return torch.ones(shape)
-        if "norm" in name:
-            return torch.full(shape, neutral)
-        if name.endswith("A_log"):
-            return uniform(shape, *RATE_RANGE).log()
-        if name.endswith("dt_bias"):  # softplus of it is the step
-            step = uniform(shape, *map(math.log, STEP_RANGE)).exp()
-            return step + torch.log(-torch.expm1(-step))
-        if name.endswith("conv1d.weight"):
-            return uniform(shape, -1.0, 1.0) / math.sqrt(shape[-1])
-        if name.endswith("bias"):
-            return torch.zeros(shape)
-        outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-        std = output_std if name.endswith(outputs) else STD
-        return torch.randn(shape, generator=generator) * std
+    fresh = initialiser(config, torch.Generator().manual_seed(seed))
 
     def make(part: Part) -> Tensor:
         stacked = torch.cat([fresh(*item) for item in part.names.items()])
@@ -170,6 +147,38 @@ def init_params(config: Any, layout: DecoderParams, *, seed: int = 0) -> Decoder
         return stacked.view(part.full_shape)
 
     return map_parts(make, layout)
+
+
+def initialiser(
+    config: Any, generator: torch.Generator
+) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """(checkpoint name, shape) -> a fresh fp32 tensor on the generator's device."""
+    neutral = 0.0 if isinstance(config, Qwen3NextConfig) else 1.0
+    output_std = STD / math.sqrt(2 * config.num_layers)
+    place = {"generator": generator, "device": generator.device}
+
+    def uniform(shape: tuple[int, ...], low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(shape, **place)
+
+    def fresh(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("linear_attn.norm.weight"):
+            return torch.ones(shape, device=generator.device)
+        if "norm" in name:
+            return torch.full(shape, neutral, device=generator.device)
+        if name.endswith("A_log"):
+            return uniform(shape, *RATE_RANGE).log()
+        if name.endswith("dt_bias"):  # softplus of it is the step
+            step = uniform(shape, *map(math.log, STEP_RANGE)).exp()
+            return step + torch.log(-torch.expm1(-step))
+        if name.endswith("conv1d.weight"):
+            return uniform(shape, -1.0, 1.0) / math.sqrt(shape[-1])
+        if name.endswith("bias"):
+            return torch.zeros(shape, device=generator.device)
+        outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+        std = output_std if name.endswith(outputs) else STD
+        return torch.randn(shape, **place) * std
+
+    return fresh
 
 
 def save_target(

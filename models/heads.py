@@ -13,6 +13,7 @@ from specdec.models.batch import Draft, Target
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.eagle3 import eagle3_axes, eagle3_config, flat_settings
 from specdec.models.eagle_checkpoint import eagle_config, plain_names, read_head
+from specdec.models.head import EagleConfig
 from specdec.models.mtp import mtp_config, mtp_tensors
 
 MODEL_TYPES = {
@@ -85,18 +86,23 @@ def read_draft(
     row = axes if isinstance(axes, HeadAxes) else head_axes(axes or {}, row)
     if logits_from is not None:
         row = head_axes({"logits_from": logits_from}, row)
-    if method == "mtp":
-        config = mtp_config(settings, name, row)
-        checkpoint = mtp_tensors(checkpoint, config)
-    else:
-        checkpoint = plain_names(checkpoint)
-        if method == "eagle3":
-            config = eagle3_config(settings, name, row, target)
-        else:
-            config = eagle_config(settings, name, row)
+    config = head_config(settings, name, row, target)
+    checkpoint = mtp_tensors(checkpoint, config) if method == "mtp" else plain_names(checkpoint)
     return read_head(
         checkpoint, settings, target, config, num_draft_rows=num_draft_rows, ranking=ranking
     )
+
+
+def head_config(
+    settings: Mapping[str, Any], family: str, axes: HeadAxes, target: Target
+) -> EagleConfig:
+    """The config of a head of a family in `FAMILIES`, from its flat config.json."""
+    method = FAMILIES[family].method
+    if method == "mtp":
+        return mtp_config(settings, family, axes)
+    if method == "eagle3":
+        return eagle3_config(settings, family, axes, target)
+    return eagle_config(settings, family, axes)
 
 
 def _by_tensors(names: Checkpoint) -> str | None:
