@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.add_norm import reference as norms
+from specdec.kernels.few_rows.plan import Plan, plan_for
 from specdec.kernels.gated_act.reference import gated_act
 from specdec.kernels.paged_attention.reference import (
     FoldedGroups,
@@ -37,6 +38,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             x = F.pad(x, (0, 0, 0, PACKED_MIN_ROWS - rows))
             return _packed_linear(x, weight, bias)[:rows]
         return _packed_linear(x, weight, bias)
+    if (plan := _few_rows_plan(x, weight)) is not None:
+        from specdec.kernels.few_rows.kernel import few_rows
+
+        return few_rows(x, weight, bias, plan)
     return F.linear(x, weight, bias)
 
 
@@ -145,6 +150,10 @@ def gated_mlp(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """A feed-forward part [..., H] -> [..., H]: `linear`, `swiglu`, `linear`."""
+    if (plan := _few_rows_plan(hidden, gate_up, gated=True)) is not None:
+        from specdec.kernels.few_rows.kernel import few_rows_gated
+
+        return linear(few_rows_gated(hidden, gate_up, gate_up_bias, plan), down, down_bias)
     return linear(swiglu(linear(hidden, gate_up, gate_up_bias)), down, down_bias)
 
 
@@ -213,6 +222,13 @@ def tree_leaves(tree: Any) -> list[Tensor]:
     leaves: list[Tensor] = []
     map_tree(lambda tensor: leaves.append(tensor) or tensor, tree)
     return leaves
+
+
+def _few_rows_plan(x: Tensor, weight: Any, *, gated: bool = False) -> Plan | None:
+    """How the few-row kernel takes this product; None where it is not for it."""
+    if not uses_triton() or not isinstance(weight, Tensor) or weight.is_mkldnn:
+        return None
+    return plan_for(x, weight, gated=gated)
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,229 @@
+"""Products of few rows: the kernel against torch, cut in every way."""
+
+import itertools
+
+import pytest
+import torch
+from compiling import Compile, compile_sm90
+
+from specdec.kernels.few_rows import reference
+from specdec.kernels.few_rows.plan import GATED, PRODUCTS, Plan, plan_for, product_plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter cuts bfloat16 off where a GPU rounds, twice more with the activation
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2}
+SMALL = Plan(cols=16, step=32, split=1, warps=2, stages=3, ahead=2)
+
+
+def inputs(num_rows, num_cols, width, dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    x = torch.randn(num_rows, width).to(DEVICE, dtype)
+    weight = (torch.randn(num_cols, width) / width**0.5).to(DEVICE, dtype)
+    return x, weight, torch.randn(num_cols).to(DEVICE, dtype) if bias else None
+
+
+def close(ours, expected):
+    assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+    error = (ours.float() - expected.float()).norm() / expected.float().norm()
+    assert error < TOLERANCE[ours.dtype]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_cols", "width"), [(1, 16, 32), (5, 37, 90), (17, 50, 64)]
+)
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product(num_rows, num_cols, width, split, dtype):
+    from specdec.kernels.few_rows import kernel
+
+    x, weight, bias = inputs(num_rows, num_cols, width, dtype)
+    plan = SMALL._replace(split=split)
+    for own in (bias, None):
+        close(kernel.few_rows(x, weight, own, plan), reference.few_rows(x, weight, own))
+
+
+@pytest.mark.parametrize(("num_rows", "inner", "width"), [(1, 16, 32), (5, 23, 90)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_with_its_activation(num_rows, inner, width, dtype):
+    from specdec.kernels.few_rows import kernel
+
+    x, weight, bias = inputs(num_rows, 2 * inner, width, dtype)
+    for own in (bias, None):
+        ours = kernel.few_rows_gated(x, weight, own, SMALL)
+        close(ours, reference.few_rows_gated(x, weight, own))
+
+
+def test_strided_rows_and_leading_dimensions():
+    from specdec.kernels.few_rows import kernel
+
+    x, weight, _ = inputs(6, 20, 40)
+    wide = torch.randn(6, 100, device=DEVICE)
+    wide[:, 30:70] = x
+    ours = kernel.few_rows(wide[:, 30:70], weight, None, SMALL)
+    close(ours, reference.few_rows(x, weight))
+    assert torch.equal(kernel.few_rows(x.view(2, 3, 40), weight, None, SMALL), ours.view(2, 3, 20))
+    assert kernel.few_rows(x[:0], weight).shape == (0, 20)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    """Nor a result on the run: shared outputs are added in one order, whoever comes last."""
+    from specdec.kernels.few_rows import kernel
+
+    x, weight, bias = inputs(8, 48, 96)
+    plan = SMALL._replace(split=3)
+    together = kernel.few_rows(x, weight, bias, plan)
+    for _ in range(3):
+        assert torch.equal(kernel.few_rows(x, weight, bias, plan), together)
+    for row in range(8):
+        assert torch.equal(kernel.few_rows(x[row : row + 1], weight, bias, plan)[0], together[row])
+
+
+def test_plans():
+    assert product_plan(17, 4096, 4096) is None
+    assert product_plan(0, 4096, 4096) is None
+    assert product_plan(4, 8, 4096) is None
+    assert product_plan(4, 4096, 4100) is None
+    for gated in (False, True):
+        for num_cols, width in itertools.product(
+            (576, 4096, 6144, 14336, 128256), (576, 4096, 14336)
+        ):
+            plans = {product_plan(m, num_cols, width, gated=gated) for m in range(1, 17)}
+            assert len(plans) == 1
+            plan = plans.pop()
+            assert width % plan.step == 0
+            assert not gated or plan.split == 1
+    x, weight = torch.zeros(4, 576), torch.zeros(1536, 576)
+    assert plan_for(x, weight) is None  # fp32
+    assert plan_for(x.bfloat16(), weight) is None
+    assert plan_for(x.bfloat16(), weight.bfloat16()) == product_plan(4, 1536, 576)
+    gated = product_plan(4, 768, 576, gated=True)
+    assert plan_for(x.bfloat16(), weight.bfloat16(), gated=True) == gated
+    assert plan_for(x.bfloat16(), weight.bfloat16()[:, ::2]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+def test_model_shapes(num_rows):
+    """The planned kernels at the shapes of an 8B model, many times over."""
+    from specdec.kernels.few_rows import kernel
+
+    for num_cols, width in ((6144, 4096), (4096, 4096), (4096, 14336), (128256, 4096), (960, 576)):
+        x, weight, _ = inputs(num_rows, num_cols, width, torch.bfloat16, bias=False)
+        exact = reference.few_rows(x.float(), weight.float())
+        first = kernel.few_rows(x, weight)
+        error = (first.float() - exact).norm() / exact.norm()
+        assert error < 4e-3
+        assert all(torch.equal(kernel.few_rows(x, weight), first) for _ in range(50))
+    for inner, width in ((14336, 4096), (1536, 576)):
+        x, weight, _ = inputs(num_rows, 2 * inner, width, torch.bfloat16, bias=False)
+        first = kernel.few_rows_gated(x, weight)
+        close(first, reference.few_rows_gated(x, weight))
+        assert all(torch.equal(kernel.few_rows_gated(x, weight), first) for _ in range(50))
+
+
+@pytest.mark.gpu
+def test_overlapped_chain_equals_one_by_one():
+    """Each kernel reads what the one before wrote, captured as a graph of overlapped launches."""
+    from specdec.kernels.add_norm.kernel import add_norm
+    from specdec.kernels.few_rows import kernel
+
+    x, up, _ = inputs(4, 2 * 2048, 1024, torch.bfloat16, bias=False)
+    _, down, _ = inputs(1, 1024, 2048, torch.bfloat16, bias=False)
+    norm = torch.randn(1024, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(pause):
+        hidden, residual = x, None
+        for _ in range(20):
+            normed, residual = add_norm(hidden, residual, norm, 1e-5)
+            pause()
+            inner = kernel.few_rows_gated(normed, up)
+            pause()
+            hidden = kernel.few_rows(inner, down)
+            pause()
+        return hidden
+
+    expected = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(lambda: None)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def compiles():
+    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
+    signature = dict.fromkeys(pointers, "*bf16") | {
+        "partial_ptr": "*fp32", "arrived_ptr": "*i32", "num_rows": "i32",
+    }  # fmt: skip
+    shapes = [
+        (6144, 4096, False),
+        (4096, 14336, False),
+        (14336, 4096, False),
+        (128256, 4096, False),
+    ]
+    shapes += [(14336, 4096, True), (1536, 576, True), (1000, 576, False)]
+    for num_cols, width, gated in shapes:
+        plan = product_plan(4, num_cols, width, gated=gated)
+        constants = {
+            "X_STRIDE": width,
+            "N": num_cols, "K": width, "ROWS": 16, "COLS": plan.cols, "STEP": plan.step,
+            "SPLIT": plan.split, "AHEAD": plan.ahead, "GATED": gated, "BIASED": False,
+            "UPCAST": False, "OVERLAP": True,
+        }  # fmt: skip
+        yield Compile(
+            "specdec.kernels.few_rows.kernel", "_few_rows", signature, constants,
+            plan.warps, plan.stages,
+        )  # fmt: skip
+
+
+def test_compiles_for_sm90():
+    assert {plan for _, _, plan in PRODUCTS + GATED} <= {
+        product_plan(4, c, k, gated=g)
+        for c, k, g in ((6144, 4096, False), (4096, 14336, False), (14336, 4096, False),
+                        (128256, 4096, False), (14336, 4096, True), (1536, 640, True))
+    }  # fmt: skip
+    for result in compile_sm90(list(compiles())):
+        assert result.spilled == 0
+        assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
+        assert "mma.sync" in result.ptx
+        wait = result.ptx.index("griddepcontrol.wait")
+        assert 0 < result.ptx.index("prefetch.global.L2") < wait < result.ptx.index("cp.async")
+
+
+def test_layers_run_it_for_few_rows_of_large_matrices(monkeypatch):
+    from specdec.kernels.few_rows import kernel
+    from specdec.kernels.runtime import using
+    from specdec.models import layers
+
+    seen = []
+
+    def spy(x, weight, bias=None, plan=None):
+        seen.append((x.shape[0], weight.shape[0], plan))
+        return x.new_zeros(x.shape[0], plan.cols)
+
+    monkeypatch.setattr(kernel, "few_rows", spy)
+    x, large, small = torch.randn(4, 512), torch.randn(1024, 512), torch.randn(8, 512)
+    x, large, small = (tensor.to(DEVICE, torch.bfloat16) for tensor in (x, large, small))
+    layers.linear(x, large)
+    with using("triton"):
+        layers.linear(x, small)
+        layers.linear(x.repeat(5, 1), large)
+        layers.linear(x.float(), large.float())
+        assert not seen
+        layers.linear(x, large)
+    assert seen == [(4, 1024, product_plan(4, 1024, 512))]
+
+
+def test_a_feed_forward_part_on_kernels():
+    """The same numbers as in torch, at a shape that the kernels take."""
+    from specdec.kernels.runtime import using
+    from specdec.models import layers
+
+    x, gate_up, gate_up_bias = inputs(2, 2 * 512, 512, torch.bfloat16)
+    _, down, bias = inputs(1, 576, 512, torch.bfloat16)
+    expected = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
+    with using("triton"):
+        ours = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
+    close(ours, expected)
