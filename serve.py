@@ -39,6 +39,7 @@ def run(cfg: DictConfig, sock: socket.socket) -> None:
     import uvicorn
 
     from specdec.build import build_engine, build_stages, context_length, load_models
+    from specdec.experiments.tables import warm_up
     from specdec.runtime import use_threads
     from specdec.serving.app import Served, create_app
     from specdec.serving.metrics import ServerMetrics
@@ -57,6 +58,7 @@ def run(cfg: DictConfig, sock: socket.socket) -> None:
         longest=context_length(cfg, models),
         num_requests=cfg.schedule.max_num_seqs,
     )
+    warm_up(engine)
     name = cfg.served_model_name or model_name(cfg.target.path)
     metrics = ServerMetrics(name, bound.num_draft_tokens)
     worker = EngineThread(engine, lambda outputs: metrics.record_step_(engine, outputs))

@@ -51,3 +51,9 @@ def progress(description: str, total: int) -> Iterator[Any]:
             bar.update(task, advance=amount, text=text)
 
         yield advance
+
+
+def warm_up(engine: Any) -> None:
+    """`Engine.warm_up` behind a bar."""
+    with progress("CUDA graphs", engine.num_graphs) as advance:
+        engine.warm_up(advance)

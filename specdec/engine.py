@@ -140,26 +140,23 @@ class Engine:
         self._next_id = 0
         self._warned_of_length = False
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that `warm_up` captures; 0 when steps are not graphs."""
+        return 2 * len(list(plans(self.limits, self._buckets))) if self.graphs else 0
+
     @torch.inference_mode()
-    def warm_up(self, on_graph: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs of every padded shape, greedy and sampling; nothing without graphs.
+    def warm_up(self, on_graph: Callable[[], object] = lambda: None) -> None:
+        """Capture the graphs of every padded shape, greedy and sampling, the largest first.
 
         Args:
-            on_graph: called after each with the number done and the number of all.
+            on_graph: called after each.
         """
-        if not self.graphs:
-            return
-        flags = ((True, False), (False, False))
-        shapes = [
-            (replace(plan, all_greedy=greedy, filters=filters))
-            for plan in plans(self.limits, self._buckets)
-            for greedy, filters in flags
-        ]
-        for done, plan in enumerate(shapes, 1):
-            with using(self.kernels):
-                self._run(step_shape(plan), plan_rows(plan))
-            if on_graph is not None:
-                on_graph(done, len(shapes))
+        for plan in plans(self.limits, self._buckets) if self.graphs else ():
+            for greedy in (True, False):
+                with using(self.kernels):
+                    self._run(step_shape(replace(plan, all_greedy=greedy)), plan_rows(plan))
+                on_graph()
 
     @property
     def has_unfinished(self) -> bool:
@@ -312,7 +309,9 @@ class Engine:
     def _expect_(self, plan: Plan) -> None:
         """Book what the launched step will bring: exactly for prefill chunks, else at most."""
         by_slot = {s.slot: s for s in self.running}
-        for slot, rows, num_logits in zip(plan.slots, plan.query_lens, plan.num_logits, strict=True):
+        for slot, rows, num_logits in zip(
+            plan.slots, plan.query_lens, plan.num_logits, strict=True
+        ):
             sequence = by_slot[slot]
             if num_logits:
                 sequence.num_unread += num_logits
