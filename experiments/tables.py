@@ -54,6 +54,6 @@ def progress(description: str, total: int) -> Iterator[Any]:
 
 
 def warm_up(engine: Any) -> None:
-    """`Engine.warm_up` behind a bar."""
-    with progress("CUDA graphs", engine.num_graphs) as advance:
-        engine.warm_up(advance)
+    """Capture an engine's graphs behind a bar."""
+    with progress("CUDA graphs", engine.runner.num_graphs) as advance:
+        engine.runner.warm_up(advance)

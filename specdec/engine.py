@@ -4,21 +4,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from specdec.cache import BlockPool, blocks_for
 from specdec.errors import ConfigError, RequestError
 from specdec.models.batch import NULL_BLOCK, Draft, Target
-from specdec.graph import graphed
-from specdec.kernels.runtime import using
-from specdec.padding import buckets, pad, plans
+from specdec.runner import Outcome, Runner
 from specdec.schedule import Limits, Request, Requests, Sequence, check_plan
-from specdec.state import FinishReason, Plan, apply_plan_, new_state, upload
-from specdec.step import Model, Stages, StepShape, decode_step, plan_rows, step_shape
+from specdec.state import FinishReason, Plan, new_state
+from specdec.step import Model, Stages
 from specdec.verify import traits_of
 
 logger = logging.getLogger(__name__)
@@ -46,8 +43,7 @@ class Flight(NamedTuple):
 
     sequences: tuple[tuple[Sequence, int, bool], ...]  # and its slot, and if this is a verify round
     num_logits: tuple[int, ...]
-    packed: Tensor  # as `decode_step` gives it, on the host once `done`
-    done: torch.cuda.Event | None
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,7 @@ class Engine:
         draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of
             draft logits when the verify rule wants draft probabilities.
         kernels: "torch" or "triton".
-        graphs: run every step as one CUDA graph, padded to a few shapes; needs Triton on a GPU. A
-            shape's first step captures it, unless `warm_up` did.
+        graphs: as in `Runner`; needs Triton on a GPU.
         overlap: launch a step before the last one's outcome is read, so that the device never
             waits for the host. A step's outputs then come with the next call of `step`.
 
@@ -93,8 +88,7 @@ class Engine:
         graphs: bool = False,
         overlap: bool = False,
     ):
-        self.stages, self.limits, self.kernels = stages, limits, kernels
-        self.graphs, self.overlap = graphs, overlap
+        self.stages, self.limits, self.overlap = stages, limits, overlap
         per_request = limits.max_model_len + limits.max_draft_tokens
         if blocks_for(per_request, limits.block_size) > limits.num_blocks - 1:
             raise ConfigError(
@@ -110,12 +104,7 @@ class Engine:
             target = _with_streams(target, draft)
         weight = target.lm_head
         wants_q = traits_of(stages.verify).wants_draft_probs and draft_sampling == "sample"
-        if graphs and (kernels != "triton" or weight.device.type != "cuda"):
-            raise ConfigError(
-                f"CUDA graphs need kernels=triton on a GPU, not kernels={kernels} on "
-                f"{weight.device.type}; set kernels.graphs=false"
-            )
-        self.state = new_state(
+        state = new_state(
             limits.num_slots,
             limits.max_model_len,
             limits.max_draft_tokens,
@@ -126,37 +115,18 @@ class Engine:
             weight.device,
         )
         shape = limits.cache_shape
-        self.target = Model(target, target.new_cache(shape))
+        self.state, self.target = state, Model(target, target.new_cache(shape))
         self.draft = None if draft is None else Model(draft, draft.new_cache(shape))
+        models = self.target, self.draft
+        self.runner = Runner(state, *models, stages, limits, kernels=kernels, graphs=graphs)
         self.pool = BlockPool(limits.num_blocks)
         self.free_slots = list(range(limits.max_num_seqs))[::-1]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._flight: Flight | None = None
-        self._buckets = buckets(limits)
-        self._steps: dict[StepShape, Callable[[Tensor], Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._next_id = 0
         self._warned_of_length = False
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs that `warm_up` captures; 0 when steps are not graphs."""
-        return 2 * len(list(plans(self.limits, self._buckets))) if self.graphs else 0
-
-    @torch.inference_mode()
-    def warm_up(self, on_graph: Callable[[], object] = lambda: None) -> None:
-        """Capture the graphs of every padded shape, greedy and sampling, the largest first.
-
-        Args:
-            on_graph: called after each.
-        """
-        for plan in plans(self.limits, self._buckets) if self.graphs else ():
-            for greedy in (True, False):
-                with using(self.kernels):
-                    self._run(step_shape(replace(plan, all_greedy=greedy)), plan_rows(plan))
-                on_graph()
 
     @property
     def has_unfinished(self) -> bool:
@@ -240,40 +210,9 @@ class Engine:
             return None
         by_slot = {s.slot: s for s in self.running}
         sequences = tuple((by_slot[s], s, by_slot[s].is_decoding) for s in plan.slots)
-        device = self.state.token_ids.device
-        with using(self.kernels):
-            apply_plan_(self.state, plan)
-            padded = pad(plan, self.limits, self._buckets) if self.graphs else plan
-            packed = self._run(step_shape(padded), plan_rows(padded))
+        outcome = self.runner.launch_(plan)
         self._expect_(plan)
-        if device.type != "cuda":
-            return Flight(sequences, plan.num_logits, packed, None)
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return Flight(sequences, plan.num_logits, host, done)
-
-    def _run(self, shape: StepShape, rows: Tensor) -> Tensor:
-        def run(rows: Tensor) -> Tensor:
-            return decode_step(
-                self.state,
-                rows,
-                shape,
-                self.target,
-                self.draft,
-                self.stages,
-                self.limits.block_size,
-            )
-
-        device = self.state.token_ids.device
-        if not self.graphs:
-            return run(upload(rows, device))
-        if shape not in self._steps:
-            # the example's requests are padding: they write nothing that is ever read
-            example = torch.cat((torch.full_like(rows[:1], self.limits.num_slots - 1), rows[1:]))
-            self._steps[shape] = graphed(run, (example.to(device),), self._pool)
-        return self._steps[shape](rows.pin_memory())
+        return Flight(sequences, plan.num_logits, outcome)
 
     def _book_(self, plan: Plan) -> None:
         """Carry a plan that `check_plan` passed out in the host's books."""
@@ -325,10 +264,8 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return []
-        if flight.done is not None:
-            flight.done.synchronize()
         outputs = []
-        landed = zip(flight.sequences, flight.num_logits, flight.packed.tolist(), strict=False)
+        landed = zip(flight.sequences, flight.num_logits, flight.outcome.read(), strict=False)
         for (sequence, slot, is_round), num_logits, row in landed:
             if not num_logits or sequence.slot != slot:
                 continue

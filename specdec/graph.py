@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def graphed(
-    fn: Callable[..., Tensor], example_args: tuple[Tensor, ...], pool: object | None = None
+    fn: Callable[..., Tensor], example_args: tuple[Tensor, ...], pool: Any = None
 ) -> Callable[..., Tensor]:
     """`fn` captured once in a CUDA graph: same arguments, same result, one launch.
 

@@ -62,8 +62,8 @@ class Request:
 class Sequence:
     """The host's view of a request; the engine alone changes it.
 
-    While a step of it is in flight, `num_unread`, `num_computed` and `num_drafts` are what they will
-    be at most, and the device's own counts may be lower.
+    While a step of it is in flight, `num_unread`, `num_computed` and `num_drafts` are what they
+    will be at most, and the device's own counts may be lower.
     """
 
     request_id: int

@@ -7,7 +7,7 @@ import torch
 from running import requests, tiny_engine
 from tiny import tiny_draft, tiny_target
 
-from specdec import engine as engine_module
+from specdec import runner as runner_module
 from specdec.engine import generate
 from specdec.errors import ConfigError
 from specdec.graph import graphed
@@ -59,7 +59,7 @@ def arrivals(num_steps, seed):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_graph_equals_the_functions_over_a_thousand_steps(overlap, monkeypatch):
     replayed = engine_of(overlap=overlap)
-    monkeypatch.setattr(engine_module, "graphed", uncaptured)
+    monkeypatch.setattr(runner_module, "graphed", uncaptured)
     called = engine_of(overlap=overlap)
     num_tokens = 0
     for step, fresh in enumerate(arrivals(1000, seed=4)):
@@ -67,13 +67,14 @@ def test_a_graph_equals_the_functions_over_a_thousand_steps(overlap, monkeypatch
             replayed.add(request), called.add(request)
         if not called.has_unfinished:
             continue
-        monkeypatch.setattr(engine_module, "graphed", graphed)
+        monkeypatch.setattr(runner_module, "graphed", graphed)
         got = replayed.step()
-        monkeypatch.setattr(engine_module, "graphed", uncaptured)
+        monkeypatch.setattr(runner_module, "graphed", uncaptured)
         want = called.step()
         assert got == want, f"step {step}"
         num_tokens += sum(len(output.token_ids) for output in want)
-    assert num_tokens > 2000 and len(replayed._steps) > 5
+    assert num_tokens > 2000
+    assert len(replayed.runner.steps) > 5
 
 
 @pytest.mark.gpu
@@ -100,11 +101,11 @@ def test_warm_up_captures_every_shape(monkeypatch):
     captured = []
     engine = engine_of(max_num_seqs=4)
     before = engine.state.token_ids.clone(), engine.state.num_tokens.clone()
-    engine.warm_up(lambda: captured.append(1))
-    assert len(captured) == engine.num_graphs == len(engine._steps)
+    engine.runner.warm_up(lambda: captured.append(1))
+    assert len(captured) == engine.runner.num_graphs == len(engine.runner.steps)
     assert torch.equal(engine.state.num_tokens, before[1])
     plain = requests([[7, 3, 60], [4] * 20, [9]], max_tokens=9)
-    monkeypatch.setattr(engine_module, "graphed", None)  # nothing is left to capture
+    monkeypatch.setattr(runner_module, "graphed", None)  # nothing is left to capture
     assert [len(r.token_ids) for r in generate(engine, plain)] == [9, 9, 9]
 
 

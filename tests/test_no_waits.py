@@ -12,7 +12,7 @@ from tiny import tiny_draft, tiny_target
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from specdec import engine as engine_module
+from specdec import runner as runner_module
 from specdec.engine import generate
 from specdec.propose.autoregressive import autoregressive
 from specdec.propose.ngram import ngram
@@ -72,7 +72,7 @@ def test_waits_are_seen():
 
 def waits_of(engine, monkeypatch):
     """Calls in each of the engine's steps, over requests of every kind side by side."""
-    step, calls = engine_module.decode_step, []
+    step, calls = runner_module.decode_step, []
 
     def watched(*args):
         with Waits() as waits:
@@ -80,7 +80,7 @@ def waits_of(engine, monkeypatch):
         calls.append(waits.calls)
         return out
 
-    monkeypatch.setattr(engine_module, "decode_step", watched)
+    monkeypatch.setattr(runner_module, "decode_step", watched)
     asked = [
         *requests([[7, 3, 60, 2, 9, 9, 41], [11]], max_tokens=9),
         *requests([list(range(3, 24))], max_tokens=9, temperature=1.0, top_p=0.9, min_p=0.1),
@@ -129,9 +129,9 @@ def test_a_step_on_a_gpu(kernels, monkeypatch):
     engine = tiny_engine(
         target, tiny_draft(target), autoregressive, draft_sampling="sample", eos=()
     )
-    engine.kernels = kernels
+    engine.runner.kernels = kernels
     generate(engine, requests([[7, 3, 60]], max_tokens=9))  # libraries load, kernels compile
-    step = engine_module.decode_step
+    step = runner_module.decode_step
 
     def watched(*args):
         torch.cuda.set_sync_debug_mode("error")
@@ -140,5 +140,5 @@ def test_a_step_on_a_gpu(kernels, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(engine_module, "decode_step", watched)
+    monkeypatch.setattr(runner_module, "decode_step", watched)
     generate(engine, requests([[7, 3, 60, 2], [11]], max_tokens=9, temperature=1.0, top_p=0.9))

@@ -1,4 +1,4 @@
-"""A step launched before the last one was read, and steps padded to a few shapes, change nothing."""
+"""Steps launched before the last one was read, and steps padded to few shapes, change nothing."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch
 from running import requests, tiny_engine
 from tiny import tiny_draft, tiny_target
 
-from specdec import engine as engine_module
+from specdec import runner as runner_module
 from specdec.engine import generate
 from specdec.padding import buckets, pad
 from specdec.propose.autoregressive import autoregressive
@@ -55,7 +55,8 @@ def test_overlap_with_too_few_blocks(num_blocks):
     assert [tokens for tokens, _, _ in got] == [
         tokens for tokens, _, _ in texts(engine_of(autoregressive, max_model_len=50))
     ]
-    assert len(engine.pool.free) == num_blocks - 1 and len(engine.free_slots) == 8
+    assert len(engine.pool.free) == num_blocks - 1
+    assert len(engine.free_slots) == 8
 
 
 def test_an_outcome_comes_one_step_late():
@@ -63,7 +64,8 @@ def test_an_outcome_comes_one_step_late():
     engine.add(asked()[0])
     assert engine.step() == []
     (first,) = engine.step()
-    assert len(first.token_ids) == 1 and first.round is None
+    assert len(first.token_ids) == 1
+    assert first.round is None
     assert engine.step()[0].round.drafted == 3
 
 
@@ -106,14 +108,15 @@ def test_padded_steps_give_the_same_rounds(name, overlap, monkeypatch):
     """As the graphs run them, in the interpreter: few shapes, whatever arrives and departs."""
     captured = []
     monkeypatch.setattr(
-        engine_module, "graphed", lambda fn, args, pool: captured.append(fn(*args)) or fn
+        runner_module, "graphed", lambda fn, args, pool: captured.append(fn(*args)) or fn
     )
     propose = PROPOSERS[name]
     engine = engine_of(propose, kernels="triton", overlap=overlap)
-    engine.graphs = True
+    engine.runner.graphs = True
     assert texts(engine) == texts(engine_of(propose))
-    sizes = {(s.num_requests, s.num_rows) for s in engine._steps}
-    assert len(captured) == len(engine._steps) and len(sizes) <= 7
+    sizes = {(s.num_requests, s.num_rows) for s in engine.runner.steps}
+    assert len(captured) == len(engine.runner.steps)
+    assert len(sizes) <= 7
 
 
 def test_plans_are_padded_to_the_next_size():
@@ -129,4 +132,5 @@ def test_plans_are_padded_to_the_next_size():
     assert len(padded.slots) in sizes.mixed_requests
     assert sum(padded.query_lens) in sizes.mixed_rows
     assert sum(padded.num_logits) == 4 * len(padded.slots)
-    assert set(padded.slots[len(plan.slots) :]) == {20} and min(padded.query_lens) >= 1
+    assert set(padded.slots[len(plan.slots) :]) == {20}
+    assert min(padded.query_lens) >= 1
