@@ -1,8 +1,8 @@
-"""Mixture of experts in plain torch: two routers, and the experts in four exact forms.
+"""Mixture of experts: two routers, and the experts in four exact forms in plain torch.
 
-The forms give the same numbers up to rounding; which one runs is decided by shapes, dtype, device
-and whether the experts are trained, never by a value on the device (measured on an H200, torch
-2.11):
+On Triton kernels, few rows go through `kernels/moe` instead. The forms give the same numbers up to
+rounding; which one runs is decided by shapes, dtype, device and whether the experts are
+trained, never by a value on the device (measured on an H200, torch 2.11):
 
 * gather: the chosen experts' weights are copied next to each other, one batched product. Nothing
   waits for the host in any dtype. On CUDA for few rows of small experts, where launches decide, and
@@ -25,6 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.moe.plan import takes
+from specdec.kernels.moe.reference import softmax_topk
+from specdec.kernels.runtime import uses_triton
 from specdec.models.layers import gated_mlp, linear, pack, swiglu
 from specdec.models.parts import Part, part
 
@@ -75,11 +78,10 @@ def softmax_routing(hidden: Tensor, gate: Tensor, *, top_k: int, normalise: bool
     Args:
         normalise: weights of the chosen sum to one; False keeps their probabilities.
     """
-    scores = linear(hidden, gate).softmax(dim=-1, dtype=torch.float32)
-    weights, experts = scores.topk(top_k, dim=-1)
-    if normalise:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Routing(experts, weights, scores)
+    choose = softmax_topk
+    if uses_triton():
+        from specdec.kernels.moe.kernel import softmax_topk as choose
+    return Routing(*choose(linear(hidden, gate), top_k, normalise))
 
 
 def grouped_sigmoid_routing(
@@ -118,6 +120,10 @@ def run_experts(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:
     """Weighted sum of the chosen experts' outputs: rows [N, H] -> [N, H] in the rows' dtype."""
     if experts.down.requires_grad and experts.down.shape[0] <= DENSE_EXPERTS:
         return _dense(experts, hidden, routing)
+    if uses_triton() and takes(hidden, *experts, routing.experts):
+        from specdec.kernels.moe.kernel import moe
+
+        return moe(hidden, *experts, routing.experts, routing.weights)
     form = {"gather": _gather, "grouped": _grouped, "loop": _loop}[_form(experts, routing)]
     out = form(experts, hidden, routing.experts)  # [N, k, H]
     return (out * routing.weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
