@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.cutoff.reference import cutoff as filter_cutoff
+from specdec.kernels.runtime import uses_triton
 from specdec.models.batch import Batch
 from specdec.state import GREEDY_EPSILON, INVALID_TOKEN_ID, State, TargetDist
 
@@ -28,6 +29,7 @@ class RowDist(NamedTuple):
     lse: Tensor  # [n] fp32 over kept ids, 0 on greedy rows
     greedy: Tensor  # [n] bool
     argmax: Tensor  # [n] int64, lowest id on ties; INVALID_TOKEN_ID on a row that is not finite
+    block_mass: Tensor | None = None  # [n, C] fp32, see `TargetDist`; kernels leave it behind
 
 
 def row_distribution(
@@ -51,6 +53,11 @@ def row_distribution(
         filters: False promises that no row has a filter, and saves a sort.
         all_greedy: True promises that every row is greedy: temperature and filters go unread.
     """
+    if uses_triton():
+        return _from_kernels(
+            logits, temperature, top_k, top_p, min_p, vocab_size, filters and not all_greedy,
+            all_greedy,
+        )  # fmt: skip
     top, argmax = logits[:, :vocab_size].max(-1)
     finite = torch.isfinite(top)
     argmax = torch.where(finite, argmax, INVALID_TOKEN_ID)
@@ -78,6 +85,27 @@ def row_distribution(
         greedy=greedy,
         argmax=argmax,
     )
+
+
+def _from_kernels(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    vocab_size: int,
+    filters: bool,
+    all_greedy: bool,
+) -> RowDist:
+    from specdec.kernels.row_stats.kernel import peaks, row_stats, with_cutoff
+
+    known = {"vocab_size": vocab_size, "epsilon": GREEDY_EPSILON, "invalid": INVALID_TOKEN_ID}
+    if not filters:
+        return RowDist(*row_stats(logits, temperature, all_greedy=all_greedy, **known))
+    stats = peaks(logits, temperature, **known)
+    scaled = scaled_logits(logits[:, :vocab_size], stats.max, stats.inv_temperature)
+    cut = filter_cutoff(scaled, top_k, top_p, min_p)
+    return RowDist(*with_cutoff(logits, stats, cut, vocab_size))
 
 
 def make_dist(
@@ -116,6 +144,27 @@ def make_dist(
 
 def process_logits(logits: Tensor, state: State, batch: Batch, *, vocab_size: int) -> TargetDist:
     """`make_dist` of a step's logits [N, V], each row under its request's sampling parameters."""
+    if uses_triton() and (batch.all_greedy or not batch.filters):
+        from specdec.kernels.row_stats.kernel import row_stats
+
+        stats = row_stats(
+            logits,
+            state.temperature,
+            vocab_size=vocab_size,
+            epsilon=GREEDY_EPSILON,
+            invalid=INVALID_TOKEN_ID,
+            all_greedy=batch.all_greedy,
+            slots=batch.request_slots,
+            cu_num_logits=batch.cu_num_logits,
+        )
+        return TargetDist(
+            logits=logits,
+            cu_num_logits=batch.cu_num_logits,
+            batch_rows=batch.logits_indices,
+            vocab_size=vocab_size,
+            all_greedy=batch.all_greedy,
+            **stats._asdict(),
+        )
     slots = batch.request_slots[row_requests(batch.cu_num_logits, logits.shape[0])]
     return make_dist(
         logits,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.runtime import uses_triton
 from specdec.state import PLACEHOLDER_TOKEN_ID, Drafts, TargetDist, Verification
 
 
@@ -83,6 +84,10 @@ def match(dist: TargetDist, drafts: Drafts, token_ids: Tensor) -> Verification:
     Args:
         token_ids: [N] int64, the target's token at each logits row.
     """
+    if uses_triton():
+        from specdec.verify import fused
+
+        return fused.match(dist, drafts, token_ids)
     num_drafts = drafts.token_ids.shape[1]
     tokens = token_ids[position_rows(dist, num_drafts + 1)]  # [R, K + 1]
     num_accepted = count_accepted(dist, drafts, drafts.token_ids == tokens[:, :num_drafts])
@@ -98,6 +103,10 @@ def complete(
         num_accepted: [R] int64 drafts that stand.
         stop_token: [R] int64, the recovered or bonus token.
     """
+    if uses_triton():
+        from specdec.verify import fused
+
+        return fused.complete(dist, drafts, num_accepted, stop_token)
     num_columns = drafts.token_ids.shape[1] + 1
     has_rows = dist.cu_num_logits[1:] > dist.cu_num_logits[:-1]
     num_accepted = torch.where(has_rows, num_accepted, 0)

@@ -1,8 +1,10 @@
 """Gumbel match: the tokens of plain sampling, whatever the drafter."""
 
 import torch
+from torch import Tensor
 
-from specdec.keys import Keys, target_exponential
+from specdec.kernels.runtime import uses_triton
+from specdec.keys import Keys, Purpose, target_exponential
 from specdec.sampling import race_winners, row_requests
 from specdec.state import Drafts, TargetDist, Verification
 from specdec.verify import match, nothing, rule
@@ -29,9 +31,29 @@ def gumbel(
         return nothing(drafts)
     if dist.all_greedy:
         return match(dist, drafts, dist.argmax)
+    if uses_triton():
+        return match(dist, drafts, _race(dist, keys))
     requests = row_requests(dist.cu_num_logits, num_rows)
     offsets = torch.arange(num_rows, device=requests.device) - dist.cu_num_logits[requests]
     race = target_exponential(
         keys.seeds[requests], keys.round_start[requests] + offsets, dist.vocab_size
     )
     return match(dist, drafts, race_winners(dist.logits[:, : dist.vocab_size], dist, race))
+
+
+def _race(dist: TargetDist, keys: Keys) -> Tensor:
+    from specdec.kernels.race.kernel import race
+
+    return race(
+        dist.logits,
+        dist.max,
+        dist.inv_temperature,
+        dist.cutoff,
+        dist.greedy,
+        dist.argmax,
+        vocab_size=dist.vocab_size,
+        seeds=keys.seeds,
+        round_start=keys.round_start,
+        purpose=int(Purpose.TARGET),
+        cu_num_logits=dist.cu_num_logits,
+    )

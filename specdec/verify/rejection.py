@@ -5,6 +5,7 @@ from torch import Tensor
 
 from specdec.draft_sampling import draft_prob_of, draft_probs
 from specdec.kernels.categorical.reference import categorical
+from specdec.kernels.runtime import uses_triton
 from specdec.keys import Keys, Purpose, uniform
 from specdec.sampling import prob_of, target_probs
 from specdec.state import PLACEHOLDER_TOKEN_ID, Drafts, TargetDist, Verification
@@ -35,6 +36,10 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
         return nothing(drafts)
     if dist.all_greedy:
         return match(dist, drafts, dist.argmax)
+    if uses_triton() and dist.block_mass is not None:
+        from specdec.verify import fused
+
+        return fused.rejection(dist, drafts, keys)
     num_drafts = drafts.token_ids.shape[1]
     ids, is_delta = drafts.token_ids, drafts.is_delta
     if drafts.q is None or num_drafts == 0:

@@ -1,0 +1,1 @@
+"""Kernels of the verification rules. Their definitions are the rules of `specdec.verify`."""
