@@ -56,7 +56,8 @@ class CacheShape(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Paged keys and values, one entry a layer; contents change only in `write_kv_`.
+    """Paged keys and values, one entry a layer; contents change only in `write_rows_` and
+    `cache_write_`.
 
     A family's own cache is another NamedTuple of tensors that has these two fields; what it keeps
     a slot instead of a block it resets itself when a request starts at position 0.

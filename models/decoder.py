@@ -19,11 +19,9 @@ from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
 from specdec.models.capture import FinalNorm, check_layer_ids, run_stack
 from specdec.models.checkpoint import Checkpoint
 from specdec.models.layers import add_rms_norm, linear
+from specdec.models.paged import AttentionFn, PagedAttention, attention_rows
 from specdec.models.parts import check_layout, part, read_layout
 from specdec.models.rope import Rope, inv_freq
-
-AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, Dv]) -> [..., Hq, Dv]
 
 
 @dataclass(frozen=True)
@@ -106,16 +104,9 @@ def paged_attentions(
     config: Any, batch: Batch, cache: Cache, dtype: torch.dtype
 ) -> list[AttentionFn]:
     """Attention over paged keys and values, for each layer of the cache."""
-    groups = layers.attention_groups(batch, config.num_heads, config.num_kv_heads, dtype)
+    rows = attention_rows(batch, config.num_heads, config.num_kv_heads, dtype)
     return [
-        partial(
-            layers.attend,
-            slot_mapping=batch.slot_mapping,
-            groups=groups,
-            key_cache=keys,
-            value_cache=values,
-            scale=config.attention_scale,
-        )
+        PagedAttention(keys, values, batch.slot_mapping, rows, config.attention_scale)
         for keys, values in zip(cache.keys, cache.values, strict=True)
     ]
 

@@ -10,15 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.add_norm import reference as norms
+from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.few_rows.plan import Plan, plan_for
 from specdec.kernels.gated_act.reference import gated_act
-from specdec.kernels.paged_attention.reference import (
-    FoldedGroups,
-    fold_groups,
-    folded_attention,
-)
 from specdec.kernels.runtime import uses_triton
-from specdec.models.batch import Batch
 
 PACKED_MIN_ROWS = 4  # packed products of 1 to 3 rows are no faster than of 4
 
@@ -129,8 +124,7 @@ def rotary(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype, scale: float
 
 def rotate(x: Tensor, rotation: Rotary) -> Tensor:
     """Rotates heads [..., heads, D]; dimension i pairs with i + D / 2."""
-    half = x.shape[-1] // 2
-    return torch.addcmul(x * rotation.cos, x.roll(half, dims=-1), rotation.sin)
+    return cache_write.rotate(x, rotation.cos, rotation.sin)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -155,56 +149,6 @@ def gated_mlp(
 
         return linear(few_rows_gated(hidden, gate_up, gate_up_bias, plan), down, down_bias)
     return linear(swiglu(linear(hidden, gate_up, gate_up_bias)), down, down_bias)
-
-
-def write_kv_(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor
-) -> None:
-    """Stores rows [T, Hkv, D] at flat slots [T] of [num_blocks, block_size, Hkv, D] caches."""
-    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slot_mapping, key)
-    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slot_mapping, value)
-
-
-class PagedGroups(NamedTuple):
-    """What the Triton attention reads of a batch; the same for every layer of a pass."""
-
-    positions: Tensor  # [T]
-    query_start: Tensor  # [R + 1]
-    block_tables: Tensor  # [R, M]
-    groups: tuple[tuple[int, int], ...]  # (requests, longest query), on the host
-
-
-def attention_groups(
-    batch: Batch, num_heads: int, num_kv_heads: int, dtype: torch.dtype
-) -> FoldedGroups | PagedGroups:
-    """The batch as `attend` wants it, made once for all layers of a pass."""
-    if uses_triton():
-        groups = ((len(batch.seq_lens), batch.max_query_len),)
-        return PagedGroups(batch.positions, batch.query_start, batch.block_tables, groups)
-    return fold_groups(batch.groups, len(batch.input_ids), num_heads, num_kv_heads, dtype)
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    slot_mapping: Tensor,
-    groups: FoldedGroups | PagedGroups,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    scale: float,
-) -> Tensor:
-    """Stores this pass's keys and values, then attends: [T, Hq, D] -> [T, Hq, Dv].
-
-    `groups` from `attention_groups`, which chose between torch and the Triton kernel.
-    """
-    write_kv_(key_cache, value_cache, key, value, slot_mapping)
-    if isinstance(groups, FoldedGroups):
-        return folded_attention(query, key_cache, value_cache, groups, scale)
-    from specdec.kernels.paged_attention.kernel import paged_attention
-
-    return paged_attention(query, key_cache, value_cache, scale=scale, **groups._asdict())
 
 
 def map_tree(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:

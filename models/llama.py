@@ -19,6 +19,7 @@ from specdec.models.decoder import (
     paged_attentions,
 )
 from specdec.models.layers import Rotary, add_rms_norm, linear, pack
+from specdec.models.paged import rotate_and_attend
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,9 @@ def llama_layer(
     hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
     if attention_input is not None:
         hidden = attention_input
-    num_rotated = config.num_heads + config.num_kv_heads
-    qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-    qkv = qkv.unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
-    rotated = layers.rotate(qkv[..., :num_rotated, :], rotation)
-    query, key = rotated[..., : config.num_heads, :], rotated[..., config.num_heads :, :]
-    out = attention(query, key, qkv[..., num_rotated:, :]).flatten(-2)
-    out = linear(out, layer.out, layer.out_bias)
+    qkv = linear(hidden, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    out = rotate_and_attend(attention, qkv, rotation, config.num_heads)
+    out = linear(out.flatten(-2), layer.out, layer.out_bias)
     hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
     hidden = layers.gated_mlp(
         hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias

@@ -7,17 +7,15 @@ of on the cached latents, so the latent itself is both the one key head and the 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.paged_attention.reference import FoldedGroups, fold_groups, folded_attention
 from specdec.models import layers
 from specdec.models.batch import Batch, Cache, CacheShape
-from specdec.models.decoder import AttentionFn
 from specdec.models.layers import Rotary, linear, pack, rms_norm
+from specdec.models.paged import AttentionFn, PagedAttention, attention_rows
 from specdec.models.parts import Part, part
 
 LATENT_NORM_EPS = 1e-6  # of the two latent norms, whatever rms_norm_eps says
@@ -69,16 +67,11 @@ def latent_attention(
 def latent_attentions(
     config: Any, batch: Batch, cache: Cache, dtype: torch.dtype
 ) -> list[AttentionFn]:
-    """Attention over paged latents, for each layer of the cache; in plain torch on every device."""
-    groups = fold_groups(batch.groups, len(batch.input_ids), config.num_heads, 1, dtype)
+    """Attention over paged latents, for each layer of the cache."""
+    rows = attention_rows(batch, config.num_heads, 1, dtype)
     return [
-        partial(
-            _attend,
-            slot_mapping=batch.slot_mapping,
-            groups=groups,
-            latents=latents,
-            rank=config.kv_lora_rank,
-            scale=config.attention_scale,
+        PagedAttention(
+            latents, None, batch.slot_mapping, rows, config.attention_scale, config.kv_lora_rank
         )
         for latents in cache.keys
     ]
@@ -142,19 +135,3 @@ def _rotate(x: Tensor, rotation: Rotary, config: Any) -> Tensor:
     if config.rope_interleave:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return layers.rotate(x, rotation)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    slot_mapping: Tensor,
-    groups: FoldedGroups,
-    latents: Tensor,
-    rank: int,
-    scale: float,
-) -> Tensor:
-    """Stores this pass's latents, then attends: [T, Hq, R + P] -> [T, Hq, R]."""
-    latents.view(-1, *latents.shape[2:]).index_copy_(0, slot_mapping, key)
-    return folded_attention(query, latents, latents[..., :rank], groups, scale)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specdec.models import layers
+from specdec.kernels.cache_write.reference import HeadNorms
 from specdec.models.batch import Target
 from specdec.models.decoder import (
     AttentionFn,
@@ -19,8 +19,9 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Rotary, add_rms_norm, linear, pack, rms_norm
+from specdec.models.layers import Rotary, add_rms_norm, linear, pack
 from specdec.models.moe import Mlp, mlp, pack_mlp
+from specdec.models.paged import rotate_and_attend
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,10 @@ def qwen3_block(
     hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
     if attention_input is not None:
         hidden = attention_input
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-    qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
-    query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=-2)
-    query = layers.rotate(rms_norm(query, layer.q_norm, config.rms_norm_eps), rotation)
-    key = layers.rotate(rms_norm(key, layer.k_norm, config.rms_norm_eps), rotation)
-    out = attention(query, key, value).flatten(-2)
-    out = linear(out, layer.out, layer.out_bias)
+    qkv = linear(hidden, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
+    out = rotate_and_attend(attention, qkv, rotation, config.num_heads, norms)
+    out = linear(out.flatten(-2), layer.out, layer.out_bias)
     hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
     return feed_forward(layer.mlp, hidden), residual
 

@@ -42,12 +42,9 @@ def split_and_rotate(
     return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
-def write_kv_(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor
-) -> None:
-    """Stores rows [T, Hkv, D] at flat slots [T] of [num_blocks, block_size, Hkv, D] caches."""
-    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slot_mapping, key)
-    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slot_mapping, value)
+def write_rows_(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """Stores rows [T, Hkv, D] at flat slots [T] of a cache [num_blocks, block_size, Hkv, D]."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, rows)
 
 
 def cache_write_(
@@ -72,5 +69,6 @@ def cache_write_(
     """
     num_heads = qkv.shape[1] - 2 * key_cache.shape[2]
     query, key, value = split_and_rotate(qkv, cos, sin, num_heads, norms)
-    write_kv_(key_cache, value_cache, key, value, slot_mapping)
+    write_rows_(key_cache, key, slot_mapping)
+    write_rows_(value_cache, value, slot_mapping)
     return query
