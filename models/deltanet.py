@@ -17,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.gated_delta import reference
 from specdec.kernels.gated_delta.reference import (
+    WindowPlan,
     advance_state,
     causal_conv,
     gated_delta,
     gated_delta_chunked,
 )
+from specdec.kernels.runtime import uses_triton
 from specdec.models.batch import Batch
 from specdec.models.layers import linear, pack
 
@@ -75,9 +78,13 @@ def delta_mixer(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight * silu(gate) over the last dimension, in fp32, in x's dtype."""
-    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    return (normed * F.silu(gate.float())).to(x.dtype)
+    """x / rms(x) * weight * silu(gate) over the last dimension [..., Hv, Dv], in fp32, in x's
+    dtype."""
+    if uses_triton() and x.dim() == 3:
+        from specdec.kernels.gated_delta.kernel import gated_norm
+
+        return gated_norm(x, gate, weight, eps)
+    return reference.gated_norm(x, gate, weight, eps)
 
 
 class Operands(NamedTuple):
@@ -177,6 +184,40 @@ class StepRows(NamedTuple):
     output_rows: Tensor  # [T] where each batch row stands in the groups' outputs, in order
 
 
+class KernelRows(NamedTuple):
+    """A step as the kernels see it; shared by all layers of a pass."""
+
+    plan: WindowPlan
+    query_start: Tensor  # [R + 1]
+    request_slots: Tensor  # [R]
+    max_query_len: int
+
+
+def begin_step_(
+    config: DeltaNetConfig, batch: Batch, window_start: Tensor, window: int
+) -> StepRows | KernelRows:
+    """Reads a batch for the layers of a pass, and records where the slots' stored rows now start.
+
+    See `step_rows` for the arguments.
+    """
+    if not uses_triton():
+        rows = step_rows(batch, window_start, window)
+        move_windows_(window_start, rows, batch.positions)
+        return rows
+    from specdec.kernels.gated_delta.kernel import plan_windows_
+
+    plan = plan_windows_(
+        window_start,
+        positions=batch.positions,
+        query_start=batch.query_start,
+        row_valid=batch.row_valid,
+        request_slots=batch.request_slots,
+        window=window,
+        num_key_heads=config.num_key_heads,
+    )
+    return KernelRows(plan, batch.query_start, batch.request_slots, batch.max_query_len)
+
+
 def step_rows(batch: Batch, window_start: Tensor, window: int) -> StepRows:
     """Reads a batch for the recurrence, without waiting for the device.
 
@@ -227,7 +268,7 @@ def move_windows_(window_start: Tensor, rows: StepRows, positions: Tensor) -> No
 
 def recur_(
     config: DeltaNetConfig,
-    rows: StepRows,
+    rows: StepRows | KernelRows,
     states: Tensor,
     stored: Tensor,
     mixer: DeltaNet,
@@ -238,6 +279,23 @@ def recur_(
     Returns:
         [T, Hv, Dv]; what a padding row gives means nothing.
     """
+    if isinstance(rows, KernelRows):
+        from specdec.kernels.gated_delta.kernel import delta_step_
+
+        return delta_step_(
+            inputs,
+            mixer.conv,
+            mixer.decay_log,
+            mixer.step_bias,
+            states,
+            stored,
+            rows.plan,
+            query_start=rows.query_start,
+            request_slots=rows.request_slots,
+            num_key_heads=config.num_key_heads,
+            key_dim=config.key_dim,
+            max_query_len=rows.max_query_len,
+        )
     outputs = []
     for group in rows.groups:
         old_states, old_stored = states[group.slots], stored[group.slots]

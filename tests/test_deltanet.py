@@ -9,6 +9,7 @@ import torch
 from snapshots import empty, token
 from tiny_qwen3_next import QWEN3_NEXT_80B
 
+from specdec.kernels.runtime import using
 from specdec.models import deltanet
 from specdec.models.batch import CacheShape
 from specdec.models.deltanet import DeltaNet, DeltaNetConfig
@@ -44,9 +45,14 @@ def random_mixer(seed=0):
     )
 
 
-@pytest.mark.parametrize("window", [1, 2, 4, 7])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_steps_equal_one_row_at_a_time(window, seed):
+KERNEL_STEPS = [("triton", 8, 4, 0), pytest.param("triton", 25, 2, 1, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "turns", "window", "seed"),
+    [("torch", 25, window, seed) for window in (1, 2, 4, 7) for seed in range(3)] + KERNEL_STEPS,
+)
+def test_random_steps_equal_one_row_at_a_time(kernels, turns, window, seed):
     """Slots that decode, prefill in chunks of any length, end, start anew and pause, with padding
     rows in between; the caches start full of NaN."""
     rng, mixer = random.Random(seed), random_mixer(seed)
@@ -57,7 +63,7 @@ def test_random_steps_equal_one_row_at_a_time(window, seed):
     stored.fill_(float("nan"))
     window_start = torch.full((num_slots + 1,), 999)
     length, snapshots = [0] * num_slots, [empty(DELTA) for _ in range(num_slots)]
-    for _ in range(25):
+    for _ in range(turns):
         slots = rng.sample(range(num_slots), rng.randint(1, num_slots))
         steps, rows = [], []
         for slot in slots:
@@ -75,9 +81,9 @@ def test_random_steps_equal_one_row_at_a_time(window, seed):
         step_inputs = torch.cat(
             [x for x, _ in rows] + [torch.full_like(rows[0][0][:1], 9)] * padding
         )
-        plan = deltanet.step_rows(batch, window_start, window)
-        out = deltanet.recur_(DELTA, plan, states, stored, mixer, step_inputs)
-        deltanet.move_windows_(window_start, plan, batch.positions)
+        with using(kernels):
+            plan = deltanet.begin_step_(DELTA, batch, window_start, window)
+            out = deltanet.recur_(DELTA, plan, states, stored, mixer, step_inputs)
         first = 0
         for slot, (inputs, kept) in zip(slots, rows, strict=True):
             before, state = snapshots[slot]

@@ -12,6 +12,8 @@ function with one triangular system a chunk, for long inputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -117,3 +119,115 @@ def _unit(x: Tensor, num_heads: int) -> Tensor:
 
 def _query(x: Tensor, num_heads: int) -> Tensor:
     return _unit(x, num_heads) * x.shape[-1] ** -0.5
+
+
+class WindowPlan(NamedTuple):
+    """What the step's requests do with their slots; shared by all layers of a pass."""
+
+    rows: (
+        Tensor  # [R, 4] int32: real rows, stored rows to fold, rows to keep the state after, fresh
+    )
+    arrived: Tensor  # [R, Hk] int32, zeros between launches: a kernel's counters
+
+
+def plan_windows_(
+    window_start: Tensor,
+    *,
+    positions: Tensor,
+    query_start: Tensor,
+    row_valid: Tensor,
+    request_slots: Tensor,
+    window: int,
+    num_key_heads: int,
+) -> WindowPlan:
+    """Reads a step's rows for `delta_step_`, and records where each slot's stored rows now start.
+
+    Args:
+        window_start: [S] position of the first stored row of each slot.
+        positions, row_valid: [T]; a request's real rows come first.
+        query_start: [R + 1].
+        request_slots: [R]; requests without a real row leave their slot alone and may share it.
+        window: rows of a step that a verifier may reject, and one; a request with more real rows is
+            a prefill chunk, all of whose rows are committed.
+        num_key_heads: of the layers' `delta_step_`.
+    """
+    lens = query_start.diff()
+    sums = F.pad(row_valid.long().cumsum(0), (1, 0))
+    num_valid = sums[query_start[1:]] - sums[query_start[:-1]]
+    first = positions[query_start[:-1].clamp(max=len(positions) - 1)]
+    old = window_start[request_slots]
+    active = num_valid > 0
+    fresh = active & (first == 0)
+    count = torch.where(fresh, 0, (first - old).clamp(0, window - 1))
+    num_final = torch.where(num_valid > window, num_valid, 1)
+    window_start[request_slots[active]] = (first + num_final)[active]
+    rows = torch.stack((num_valid, count, num_final, fresh.long()), dim=1).int()
+    return WindowPlan(rows, rows.new_zeros(len(lens), num_key_heads))
+
+
+def delta_step_(
+    inputs: Tensor,
+    conv: Tensor,
+    decay_log: Tensor,
+    step_bias: Tensor,
+    states: Tensor,
+    stored: Tensor,
+    plan: WindowPlan,
+    *,
+    query_start: Tensor,
+    request_slots: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    max_query_len: int,
+) -> Tensor:
+    """One layer's recurrence over a ragged step, request by request.
+
+    Args:
+        inputs: [T, n] query, key and value channels (C), then strength and step of each head.
+        conv: [C, W].
+        decay_log, step_bias: [Hv].
+        states: [S, Hv, Dk, Dv] fp32, updated.
+        stored: [S, W - 1 + window - 1, n] what the convolution sees before the rows that may be
+            rejected, and those rows; updated. Rows past the request's last one mean nothing.
+        plan: of `plan_windows_`.
+        query_start: [R + 1].
+        request_slots: [R].
+        max_query_len: of the step's requests, known on the host.
+
+    Returns:
+        [T, Hv, Dv] in the inputs' dtype, 0 on padding rows.
+    """
+    (channels, width), heads, value_dim = conv.shape, states.shape[1], states.shape[3]
+    sizes = [num_key_heads * key_dim] * 2 + [heads * value_dim]
+    out = inputs.new_zeros(len(inputs), heads, value_dim)
+    starts, slots = query_start.tolist(), request_slots.tolist()
+    for request, (num_valid, count, num_final, fresh) in enumerate(plan.rows.tolist()):
+        if num_valid == 0:
+            continue
+        first, slot = starts[request], slots[request]
+        state, old = states[slot].clone(), stored[slot].clone()
+        if fresh:
+            state, old = state.zero_(), old.zero_()
+        text = torch.cat((old[: width - 1 + count], inputs[first : first + num_valid]))
+        mixed = causal_conv(text[None, :, :channels], conv).split(sizes, dim=-1)
+        query, key, value = (
+            t.unflatten(-1, (-1, dim))
+            for t, dim in zip(mixed, (key_dim, key_dim, value_dim), strict=True)
+        )
+        strength, step = text[None, width - 1 :, channels:].split(heads, dim=-1)
+        softened = F.softplus(step.float() + step_bias.float())
+        decay, beta = -decay_log.float().exp() * softened, strength.sigmoid()
+        rows = (query, key, value, decay, beta)
+        kept = count + num_final
+        head, states[slot] = (t[0] for t in gated_delta(*(t[:, :kept] for t in rows), state[None]))
+        tail = gated_delta(*(t[:, kept:] for t in rows), states[slot][None])[0][0]
+        out[first : first + num_valid] = torch.cat((head, tail))[count:]
+        wanted = torch.arange(kept, kept + len(old), device=text.device)
+        stored[slot] = text[wanted.clamp(max=len(text) - 1)]
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight * silu(gate) over the last dimension, in fp32, in x's dtype."""
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * F.silu(gate.float())).to(x.dtype)
