@@ -1,0 +1,123 @@
+"""Products of an 8B model against cuBLAS: each alone, and a stack of layers as a step has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.add_norm.kernel import add_norm
+from specdec.kernels.bench import Case
+from specdec.kernels.few_rows import kernel
+from specdec.kernels.few_rows.plan import MAX_ROWS, product_plan
+from specdec.kernels.gated_act.kernel import gated_act
+
+ROWS = (1, 4, 8, 16, 64)
+COLD_BYTES = 200 * 2**20  # weights in turn, so that no copy is found in the 50 MB of cache
+LAYERS = 4
+SIZE, INNER, QKV, VOCAB, DRAFT_VOCAB = 4096, 14336, 6144, 128256, 32000
+PRODUCTS = {
+    "qkv": (QKV, SIZE),
+    "o": (SIZE, SIZE),
+    "down": (SIZE, INNER),
+    "fc of three streams": (SIZE, 3 * SIZE),
+    "wide qkv": (QKV, 2 * SIZE),
+    "LM head": (VOCAB, SIZE),
+    "draft LM head": (DRAFT_VOCAB, SIZE),
+}
+
+
+def cases(device: torch.device) -> list[Case]:
+    """Plain and gated products with random bf16 weights; then whole layers without attention."""
+    made = []
+    for name, (num_cols, width) in PRODUCTS.items():
+        weights = _weights(num_cols, width, device)
+        for rows in ROWS:
+            x = torch.randn(rows, width, device=device).bfloat16()
+            plan = product_plan(min(rows, MAX_ROWS), num_cols, width)
+            run = _in_turn(partial(_product, x, plan=plan), weights)
+            size = weights[0].nbytes + x.nbytes + 2 * rows * num_cols
+            made.append(
+                Case(f"{name}, {rows} rows", run, size, _in_turn(partial(F.linear, x), weights))
+            )
+    weights = _weights(2 * INNER, SIZE, device)
+    for rows in ROWS:
+        x = torch.randn(rows, SIZE, device=device).bfloat16()
+        plan = product_plan(min(rows, MAX_ROWS), INNER, SIZE, gated=True)
+        run = _in_turn(partial(_gated, x, plan=plan), weights)
+        size = weights[0].nbytes + x.nbytes + 2 * rows * INNER
+        baseline = _in_turn(partial(_library_gated, x), weights)
+        made.append(Case(f"gate_up and silu, {rows} rows", run, size, baseline))
+    return made + _stacks(device)
+
+
+def _stacks(device: torch.device) -> list[Case]:
+    """Everything of a layer but attention, several layers in a row: what overlapping is for."""
+    shapes = ((QKV, SIZE), (SIZE, SIZE), (2 * INNER, SIZE), (SIZE, INNER))
+    layers = [[_weight(*shape, device) for shape in shapes] for _ in range(LAYERS)]
+    norm = torch.randn(SIZE, device=device).bfloat16()
+    size = sum(weight.nbytes for layer in layers for weight in layer)
+    made = []
+    for rows in ROWS:
+        x = torch.randn(rows, SIZE, device=device).bfloat16()
+        fused = partial(
+            _stack, layers, norm, x, partial(_planned, rows), partial(_planned_gated, rows)
+        )
+        library = partial(_stack, layers, norm, x, F.linear, _library_gated)
+        made.append(Case(f"{LAYERS} layers but attention, {rows} rows", fused, size, library))
+    return made
+
+
+def _stack(
+    layers: list[list[Tensor]],
+    norm: Tensor,
+    hidden: Tensor,
+    product: Callable[[Tensor, Tensor], Tensor],
+    gated: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    residual = None
+    for qkv, out, gate_up, down in layers:
+        normed, residual = add_norm(hidden, residual, norm, 1e-5)
+        attended = product(normed, qkv)[:, :SIZE]
+        normed, residual = add_norm(product(attended, out), residual, norm, 1e-5)
+        hidden = product(gated(normed, gate_up), down)
+    return hidden
+
+
+def _planned(rows: int, x: Tensor, weight: Tensor) -> Tensor:
+    return _product(x, weight, plan=product_plan(min(rows, MAX_ROWS), *weight.shape))
+
+
+def _planned_gated(rows: int, x: Tensor, weight: Tensor) -> Tensor:
+    num_rows, (num_cols, width) = min(rows, MAX_ROWS), weight.shape
+    return _gated(x, weight, plan=product_plan(num_rows, num_cols // 2, width, gated=True))
+
+
+def _product(x: Tensor, weight: Tensor, *, plan) -> Tensor:
+    return kernel.few_rows(x, weight, None, plan)
+
+
+def _gated(x: Tensor, weight: Tensor, *, plan) -> Tensor:
+    return kernel.few_rows_gated(x, weight, None, plan)
+
+
+def _library_gated(x: Tensor, weight: Tensor) -> Tensor:
+    return gated_act(F.linear(x, weight))
+
+
+def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
+    return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
+
+
+def _weights(num_cols: int, width: int, device: torch.device) -> list[Tensor]:
+    count = -(-COLD_BYTES // (2 * num_cols * width))
+    return [_weight(num_cols, width, device) for _ in range(count)]
+
+
+def _in_turn(fn: Callable[[Tensor], object], weights: list[Tensor]) -> Callable[[], object]:
+    turns = cycle(weights)
+    return lambda: fn(next(turns))
