@@ -161,3 +161,23 @@ def plot_compare(rows: Sequence[Any], keys: Sequence[str], path: Path) -> None:
         if any(labels) and len(labels) <= MAX_LEGEND:
             axes.legend(frameon=False, fontsize="small")
     _save(figure, path)
+
+
+def plot_speed(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The parts of a step stacked, its time without stamps beside them, and the floor."""
+    figure = _figure(8, 4.2)
+    axes = figure.subplots()
+    names = ("target", "verification", "postprocess", "drafting", "rest")
+    at = list(range(len(rows)))
+    bottom = [0.0] * len(rows)
+    for name in names:
+        heights = [row.get(f"{name}_ms") or 0.0 for row in rows]
+        axes.bar(at, heights, 0.5, bottom=bottom, label=name)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    axes.plot(at, [row["step_ms"] for row in rows], "kD", label="step")
+    if all(row.get("floor_ms") for row in rows):
+        axes.plot(at, [row["floor_ms"] for row in rows], "k_", markersize=24, label="floor")
+    axes.set_xticks(at, [str(row["batch"]) for row in rows])
+    axes.set(xlabel="requests", ylabel="ms a step", ylim=(0, None))
+    axes.legend(frameon=False)
+    _save(figure, path)

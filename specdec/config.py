@@ -166,6 +166,41 @@ class AcceptanceConfig:
 
 
 @dataclass
+class ArrivalsConfig:
+    batch: int | None = None  # requests at a time to aim at, on average; null: no such run
+    num_requests: int = 400
+    attempts: int = 5  # at finding the rate
+
+
+@dataclass
+class SpeedConfig:
+    """Keys of `experiments/speed.py`."""
+
+    shape: dict[str, Any] = field(default_factory=dict)  # of the target, a config.json
+    draft_shape: dict[str, Any] = field(default_factory=dict)  # of the head; empty: the target's
+    vocab_size: int | None = None  # null: the shape's own
+    quantize: str = "none"  # as target.quantize
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    postprocess: PostprocessConfig = field(default_factory=PostprocessConfig)
+    propose: ProposeConfig = field(default_factory=ProposeConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    batch_sizes: list[int] = field(default_factory=list)
+    prompt_tokens: int = 128
+    repeats: int = 3  # passes whose steps are timed
+    num_profiled: int = 20  # steps; 0: no profile
+    measure_parts: bool = True
+    arrivals: ArrivalsConfig = field(default_factory=ArrivalsConfig)
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+
+
+@dataclass
 class SweepConfig:
     """Keys of `experiments/sweep.py`."""
 
@@ -197,6 +232,7 @@ SCHEMAS: dict[str, type] = {
     "data": DataConfig,
     "logger": LoggerConfig,
     "wandb": WandbConfig,
+    "speed": SpeedConfig,
     "sweep": SweepConfig,
     "compare": CompareConfig,
 }

@@ -1,4 +1,4 @@
-"""What each key's value may be: of the main job, of training, of self-generation, of the server."""
+"""What each key's value may be: of the main job, training, self-generation, timing, the server."""
 
 import math
 from collections.abc import Callable
@@ -108,6 +108,15 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "responses.num_tokens": _null_or(_at_least(1)),
     "responses.max_seconds": _null_or(_POSITIVE),
     "num_processes": _at_least(1),
+    # experiments/speed.py
+    "batch_sizes": (lambda v: len(v) > 0 and min(v) >= 1, "a list of integers of at least 1"),
+    "vocab_size": _null_or(_at_least(2)),
+    "prompt_tokens": _at_least(1),
+    "repeats": _at_least(1),
+    "num_profiled": _at_least(0),
+    "arrivals.batch": _null_or(_at_least(1)),
+    "arrivals.num_requests": _at_least(10),
+    "arrivals.attempts": _at_least(1),
     # serve.py
     "drain_seconds": _at_least(0),
 }
