@@ -5,8 +5,9 @@ the stream has called `gdc_launch_dependents` or ended. What makes that safe, in
 is launched so:
 
 * It calls `gdc_launch_dependents` first, so that the next kernel may come in beside it.
-* Before `gdc_wait` it reads only what no kernel of a step writes: weights, biases, norms. There it
-  asks for them, so that memory is busy while the kernels before it run out.
+* Before `gdc_wait` it reads only what no kernel of a step writes (weights, biases, norms) or what
+  was complete before the last ordinary launch in the stream. There it asks for them, so that memory
+  is busy while the kernels before it run out.
 * It calls `gdc_wait` before its first read of anything else, and before its first write of any
   kind: its output may lie in memory that an earlier kernel still reads. `gdc_wait` returns when
   the kernel before has ended and what it wrote is visible.

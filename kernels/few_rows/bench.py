@@ -35,22 +35,22 @@ def cases(device: torch.device) -> list[Case]:
     """Plain and gated products with random bf16 weights; then whole layers without attention."""
     made = []
     for name, (num_cols, width) in PRODUCTS.items():
-        weights = _weights(num_cols, width, device)
+        weights = weights_in_turn(num_cols, width, device)
         for rows in ROWS:
             x = torch.randn(rows, width, device=device).bfloat16()
             plan = product_plan(min(rows, MAX_ROWS), num_cols, width)
-            run = _in_turn(partial(_product, x, plan=plan), weights)
+            run = in_turn(partial(_product, x, plan=plan), weights)
             size = weights[0].nbytes + x.nbytes + 2 * rows * num_cols
             made.append(
-                Case(f"{name}, {rows} rows", run, size, _in_turn(partial(F.linear, x), weights))
+                Case(f"{name}, {rows} rows", run, size, in_turn(partial(F.linear, x), weights))
             )
-    weights = _weights(2 * INNER, SIZE, device)
+    weights = weights_in_turn(2 * INNER, SIZE, device)
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device).bfloat16()
         plan = product_plan(min(rows, MAX_ROWS), INNER, SIZE, gated=True)
-        run = _in_turn(partial(_gated, x, plan=plan), weights)
+        run = in_turn(partial(_gated, x, plan=plan), weights)
         size = weights[0].nbytes + x.nbytes + 2 * rows * INNER
-        baseline = _in_turn(partial(_library_gated, x), weights)
+        baseline = in_turn(partial(_library_gated, x), weights)
         made.append(Case(f"gate_up and silu, {rows} rows", run, size, baseline))
     return made + _stacks(device)
 
@@ -113,11 +113,13 @@ def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
     return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
 
 
-def _weights(num_cols: int, width: int, device: torch.device) -> list[Tensor]:
+def weights_in_turn(num_cols: int, width: int, device: torch.device) -> list[Tensor]:
+    """Enough matrices [num_cols, width] that none stays in the cache until its next turn."""
     count = -(-COLD_BYTES // (2 * num_cols * width))
     return [_weight(num_cols, width, device) for _ in range(count)]
 
 
-def _in_turn(fn: Callable[[Tensor], object], weights: list[Tensor]) -> Callable[[], object]:
+def in_turn(fn: Callable[[Tensor], object], weights: list[Tensor]) -> Callable[[], object]:
+    """`fn` of the next weight at each call."""
     turns = cycle(weights)
     return lambda: fn(next(turns))

@@ -172,10 +172,31 @@ def compiles():
             "SPLIT": plan.split, "AHEAD": plan.ahead, "GATED": gated, "BIASED": False,
             "UPCAST": False, "OVERLAP": True,
         }  # fmt: skip
+        if num_cols == 6144:  # one row is a constant of its own
+            alone = {name: kind for name, kind in signature.items() if name != "num_rows"}
+            yield Compile(
+                "specdec.kernels.few_rows.kernel", "_few_rows", alone,
+                constants | {"num_rows": 1}, plan.warps, plan.stages,
+            )  # fmt: skip
         yield Compile(
             "specdec.kernels.few_rows.kernel", "_few_rows", signature, constants,
             plan.warps, plan.stages,
         )  # fmt: skip
+
+
+def test_search_keeps_the_best_of_each_figure():
+    from specdec.kernels.few_rows.tune import search
+
+    def time(plan):
+        if plan.stages > 4:
+            raise RuntimeError("out of shared memory")
+        return (
+            abs(plan.cols - 16) + abs(plan.split - 4) + abs(plan.stages - 4) + abs(plan.ahead - 8)
+        )
+
+    best, seconds = search(SMALL._replace(cols=64), time, gated=False)
+    assert (best.cols, best.split, best.stages, best.ahead, seconds) == (16, 4, 4, 8, 0)
+    assert search(SMALL, time, gated=True)[0].split == 1
 
 
 def test_compiles_for_sm90():
