@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.cache_write.reference import HeadNorms
+from specdec.kernels.chain import overlapped
 from specdec.kernels.runtime import interpreting
 
 
@@ -41,7 +43,11 @@ def _cache_write(
     HEADS: tl.constexpr,  # of one program
     D_PAD: tl.constexpr,
     EXACT: tl.constexpr,  # round bf16 by hand
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots_ptr + row)
@@ -117,5 +123,6 @@ def cache_write_(
         D_PAD=width,
         EXACT=interpreting() and qkv.dtype == torch.bfloat16,
         num_warps=4 if heads * width >= 1024 else 1,
+        **overlapped(),
     )
     return query

@@ -256,7 +256,8 @@ def _paged_attention(
                 out,
                 mask=is_row[:, None] & is_value_dim,
             )
-            tl.store(weight_ptr + at_split, top + tl.log2(total), mask=is_row)
+            log_weight = top + tl.log2(tl.where(total > 0, total, 1.0))
+            tl.store(weight_ptr + at_split, log_weight, mask=is_row)
             tl.debug_barrier()  # every thread's share is written before one thread says so
             arrived = arrived_ptr + tile * HEADS + head
             num_parts = tl.cdiv(last, share)
@@ -323,7 +324,8 @@ def plan_launch(
     splits = min(num_processors // (tiles * num_kv_heads), triton.cdiv(max_keys, keys), MAX_SPLITS)
     splits = 1 << (max(splits, 1).bit_length() - 1)
     warps = 4 if rows * value_dim <= 64 * 128 else 8
-    return Launch(tiles, each, rows, keys, splits, warps, 2 if wide else 3)
+    # block ids are fetched two stages before the keys that they place
+    return Launch(tiles, each, rows, keys, splits, warps, 2 if wide else 5)
 
 
 def paged_attention(

@@ -73,7 +73,15 @@ def test_compiles_for_sm90():
     for dtype in ("bf16", "fp32"):
         signature = {f"{name}_ptr": f"*{dtype}" for name in pointers}
         signature |= {"slots_ptr": "*i64", "eps": "fp32"}
-        shape = {"HQ": 32, "HKV": 8, "D": 128, "HEADS": 8, "D_PAD": 128, "EXACT": False}
+        shape = {
+            "HQ": 32,
+            "HKV": 8,
+            "D": 128,
+            "HEADS": 8,
+            "D_PAD": 128,
+            "EXACT": False,
+            "OVERLAP": True,
+        }
         without = {**shape, **dict.fromkeys(norms)}
         normed = {**signature, **dict.fromkeys(norms, f"*{dtype}")}
         compiles += [

@@ -1,11 +1,13 @@
 """Paged attention against a loop over rows and heads."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import tiny
 import torch
+from compiling import Compile, compile_sm90
 from torch import Tensor
 
 from specdec.kernels.paged_attention.reference import fold_groups, paged_attention
@@ -230,3 +232,177 @@ def test_kernel_equals_the_reference(case, shape):
     dtype = torch.bfloat16 if shape[1] == 1 else torch.float32
     given = problem(CASES[case], shape, block_size=4 if shape[1] == 2 else 16, dtype=dtype)
     assert_near(run_kernel(given), run_reference(given), dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((5, 1, 21, 9), torch.float32), ((20, 1, 48, 32), torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("case", ["verify", "mixed"])
+def test_values_in_the_keys(case, shape, dtype):
+    """Latent attention: one head of keys, whose first columns are the values."""
+    given = problem(CASES[case], shape, 4, dtype, shared=True)
+    assert_near(run_kernel(given), run_reference(given), dtype)
+
+
+def test_the_width_of_shared_values_is_named():
+    given = problem(CASES["one_row"], (2, 1, 8, 4), 4, shared=True)
+    with pytest.raises(ValueError, match="value_dim"):
+        run_kernel(given, value_dim=None)
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 8, 8), (16, 1, 24, 16)], ids=str)
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 150])
+def test_split_keys(length, shape):
+    """One request alone is split over many programs, the last of which adds up; twice, since it
+    leaves its counter for the next call."""
+    given = problem([(min(4, length), length - min(4, length))], shape, 4, shared=shape[1] == 1)
+    settings = {
+        "max_query_len": 4,
+        "block_tables": torch.nn.functional.pad(given.batch.block_tables, (0, 200)),
+    }
+    expected = run_reference(given)
+    for _ in range(2):
+        assert_near(run_kernel(given, **settings), expected, torch.float32)
+    assert not kernel_counters().any()
+
+
+def kernel_counters() -> Tensor:
+    from specdec.kernels.paged_attention import kernel
+
+    return kernel._arrived(torch.zeros(1, device=DEVICE).device)
+
+
+def test_rows_of_no_request():
+    """Rows past query_start[R], requests without keys and padding rows give 0."""
+    given = problem([(3, 5), (2, 9), (1, 0)], (6, 2, 8, 8), 4)
+    start, lens = given.batch.query_start, given.batch.seq_lens.clone()
+    lens[1] = 0
+    valid = given.batch.row_valid.clone()
+    valid[2] = False
+    out = run_kernel(
+        given,
+        query_start=start[:3],
+        seq_lens=lens[:2],
+        row_valid=valid,
+        block_tables=given.batch.block_tables[:2].contiguous(),
+    )
+    expected = run_reference(given)
+    assert_near(out[:2], expected[:2], torch.float32)
+    assert not out[2:].any()
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 8, 8), (16, 1, 24, 16)], ids=str)
+@pytest.mark.parametrize("starts", [(0, 37), (9, 9)])
+def test_trees(shape, starts):
+    """Rows of a tree see what came before it, and their ancestors; a prefill runs beside them."""
+    parents = [-1, 0, 0, 1, 1, 2, 4, 3]
+    case = [(len(parents), starts[0]), (19, 5), (len(parents), starts[1])]
+    given = problem(case, shape, 4, shared=shape[1] == 1)
+    bits, depths = [], []
+    for node, parent in enumerate(parents):
+        bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    mask, positions = torch.zeros_like(given.batch.positions), given.batch.positions.clone()
+    for first, start in ((0, starts[0]), (27, starts[1])):
+        mask[first : first + 8] = torch.tensor(bits)
+        positions[first : first + 8] = start + torch.tensor(depths)
+
+    def tree_mask(group: AttentionGroup) -> AttentionGroup:
+        visible = group.mask.clone()
+        for request, query in (group.query_index == 0).nonzero().tolist() + (
+            group.query_index == 27
+        ).nonzero().tolist():
+            if query:
+                continue  # a repeat
+            start = starts[int(group.query_index[request, 0] > 0)]
+            for node, seen in enumerate(bits):
+                for other in range(8):
+                    visible[request, node, start + other] = bool(seen >> other & 1)
+        return group._replace(mask=visible)
+
+    expected = run_reference(given, [tree_mask(group) for group in given.batch.groups])
+    out = run_kernel(given, ancestor_mask=mask, positions=positions)
+    assert_near(out, expected, torch.float32)
+    chain = run_kernel(given, ancestor_mask=torch.zeros_like(mask))
+    assert_near(chain, run_reference(given), torch.float32)
+    assert not torch.equal(chain, out)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 64, 256, 2048])
+@pytest.mark.parametrize("requests", [1, 8, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (128, 1)])
+def test_tiles_cover_any_mix_of_rows(num_rows, requests, heads, kv_heads):
+    """However rows fall to requests, the tiles that the host counted are enough."""
+    from specdec.kernels.paged_attention.kernel import plan_launch
+
+    cuts = torch.randint(num_rows + 1, (requests - 1,)).sort().values.tolist()
+    starts = [0, *cuts, num_rows]
+    longest = max(b - a for a, b in pairwise(starts))
+    repeats = heads // kv_heads
+    launch = plan_launch(num_rows, requests, longest, heads, kv_heads, 128, 512, 2, 132)
+    first = [start * repeats // launch.rows + r for r, start in enumerate(starts)]
+    if launch.tiles_per_request:
+        first = [launch.tiles_per_request * r for r in range(requests + 1)]
+    for r, (a, b) in enumerate(pairwise(starts)):
+        assert first[r + 1] - first[r] >= -(-(b - a) * repeats // launch.rows)
+    assert first[requests] <= launch.tiles
+    assert launch.splits == 1 or launch.tiles * kv_heads * launch.splits <= 132
+
+
+def test_compiles_for_sm90():
+    """At the shapes of an 8B model, of DeepSeek-V3 and of Qwen3-Next, cut as the host cuts them."""
+    from specdec.kernels.paged_attention.kernel import plan_launch
+
+    compiles = []
+    for kind, heads, kv_heads, dim, value_dim, shared, tree, requests, rows in [
+        ("bf16", 32, 8, 128, 128, False, False, 1, 4),
+        ("bf16", 32, 8, 128, 128, False, True, 64, 4),
+        ("bf16", 32, 8, 128, 128, False, False, 8, 100),
+        ("bf16", 128, 1, 576, 512, True, False, 1, 1),
+        ("bf16", 16, 2, 256, 256, False, False, 64, 4),
+        ("fp32", 32, 8, 128, 128, False, False, 8, 4),
+    ]:
+        plan = plan_launch(
+            requests * rows, requests, rows, heads, kv_heads, value_dim, 512,
+            2 if kind == "bf16" else 4, 132,
+        )  # fmt: skip
+        signature = {f"{name}_ptr": f"*{kind}" for name in ("query", "key", "value", "out")}
+        signature |= {"partial_ptr": "*fp32", "weight_ptr": "*fp32", "arrived_ptr": "*i32"}
+        names = ("positions", "query_start", "seq_lens", "block_tables", "ancestors")
+        signature |= {f"{name}_ptr": "*i64" for name in names} | {"valid_ptr": "*i1"}
+        signature |= {"num_rows": "i32", "num_requests": "i32", "table_stride": "i32"}
+        signature |= {"scale": "fp32"}
+        absent = ["value_ptr"] * shared + ["ancestors_ptr"] * (not tree)
+        if plan.splits == 1:
+            absent += ["partial_ptr", "weight_ptr", "arrived_ptr"]
+        constants = {
+            "HEADS": kv_heads,
+            "G": heads // kv_heads,
+            "D": dim,
+            "DV": value_dim,
+            "BLOCK_SIZE": 16,
+            "TILES": plan.tiles_per_request,
+            "REQUESTS": 1 if plan.tiles_per_request else requests,
+            "ROWS": plan.rows,
+            "KEYS": plan.keys,
+            "SPLITS": plan.splits,
+            "D_PAD": value_dim,
+            "REST_PAD": dim - value_dim if shared else 1,
+            "DV_PAD": value_dim,
+            "UPCAST": False,
+            "OVERLAP": True,
+        }
+        compiles.append(
+            Compile(
+                "specdec.kernels.paged_attention.kernel",
+                "_paged_attention",
+                {name: kind for name, kind in signature.items() if name not in absent},
+                {**constants, **dict.fromkeys(absent)},
+                plan.num_warps,
+                plan.num_stages,
+            )
+        )
+    results = compile_sm90(compiles)
+    assert all(result.spilled <= 32 for result in results[:5]), [r[:3] for r in results]
