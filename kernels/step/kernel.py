@@ -1,0 +1,276 @@
+"""The step's bookkeeping in Triton, one launch a function: see `reference`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec.kernels.step import programs
+from specdec.kernels.step.reference import DraftRows, Outcome, StepRows
+
+TILE = 128  # rows of a program
+
+
+def prepare_step(
+    rows: Tensor,
+    *,
+    num_rows: int,
+    num_logits: int,
+    max_query_len: int,
+    block_size: int,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+    num_computed_tokens: Tensor,
+    finish_reason: Tensor,
+    draft_token_ids: Tensor,
+    draft_is_delta: Tensor,
+    num_drafts: Tensor,
+    seeds: Tensor,
+    block_tables: Tensor,
+) -> StepRows:
+    """See `reference.prepare_step`."""
+    num_requests, k, columns = rows.shape[1], draft_token_ids.shape[1], block_tables.shape[1]
+
+    def ints(*shape: int) -> Tensor:
+        return rows.new_empty(shape)
+
+    out = StepRows(
+        input_ids=ints(num_rows),
+        positions=ints(num_rows),
+        slot_mapping=ints(num_rows),
+        row_valid=torch.empty(num_rows, dtype=torch.bool, device=rows.device),
+        query_start=ints(num_requests + 1),
+        cu_num_logits=ints(num_requests + 1),
+        seq_lens=ints(num_requests),
+        logits_indices=ints(num_logits),
+        block_tables=ints(num_requests, columns),
+        draft_token_ids=ints(num_requests, k),
+        draft_is_delta=torch.empty((num_requests, k), dtype=torch.bool, device=rows.device),
+        num_drafts=ints(num_requests),
+        num_tokens=ints(num_requests),
+        seeds=ints(num_requests),
+    )
+    tile = _tile(max_query_len)
+    launch: Any = programs.prepare_step[(num_requests, triton.cdiv(max_query_len, tile))]
+    launch(
+        rows,
+        token_ids,
+        token_ids.stride(0),
+        num_tokens,
+        num_computed_tokens,
+        finish_reason,
+        draft_token_ids,
+        draft_is_delta,
+        num_drafts,
+        seeds,
+        block_tables,
+        *out,
+        num_requests,
+        columns,
+        K=k,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        REQUESTS=triton.next_power_of_2(num_requests),
+        K_PAD=triton.next_power_of_2(max(1, k)),
+        num_warps=1 if tile <= 32 else 4,
+    )
+    return out
+
+
+def get_num_sampled_and_rejected(
+    num_accepted: Tensor, num_drafts: Tensor, cu_num_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `reference.get_num_sampled_and_rejected`."""
+    num_requests = len(num_accepted)
+    num_sampled, num_rejected = torch.empty_like(num_accepted), torch.empty_like(num_accepted)
+    launch: Any = programs.num_sampled_and_rejected[(triton.cdiv(num_requests, TILE),)]
+    launch(
+        num_accepted, num_drafts, cu_num_logits, num_sampled, num_rejected, num_requests, TILE=TILE
+    )
+    return num_sampled, num_rejected
+
+
+def trim(
+    token_ids: Tensor,
+    rows: Tensor,
+    num_accepted: Tensor,
+    num_sampled: Tensor,
+    *,
+    request_slots: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    eos_token_ids: Tensor,
+    ignore_eos: Tensor,
+    max_len: Tensor,
+    num_tokens: Tensor,
+    num_computed_tokens: Tensor,
+    num_drafts: Tensor,
+    finish_reason: Tensor,
+) -> Outcome:
+    """See `reference.trim`."""
+    num_requests, width = token_ids.shape
+    counts = token_ids.new_empty(len(Outcome._fields) - 1, num_requests)
+    out = Outcome(torch.empty_like(token_ids), *counts)
+    launch: Any = programs.trim[(num_requests,)]
+    launch(
+        token_ids,
+        rows,
+        num_accepted,
+        num_sampled,
+        request_slots,
+        query_start,
+        seq_lens,
+        eos_token_ids,
+        ignore_eos,
+        max_len,
+        num_tokens,
+        num_computed_tokens,
+        num_drafts,
+        finish_reason,
+        *out,
+        NUM_EOS=len(eos_token_ids),
+        W=width,
+        W_PAD=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return out
+
+
+def post_update_(
+    outcome: Outcome,
+    drafts: Tensor,
+    is_delta: Tensor,
+    num_proposed: Tensor,
+    *,
+    request_slots: Tensor,
+    token_ids: Tensor,
+    max_len: Tensor,
+    num_tokens: Tensor,
+    num_computed_tokens: Tensor,
+    finish_reason: Tensor,
+    draft_token_ids: Tensor,
+    draft_is_delta: Tensor,
+    num_drafts: Tensor,
+    output_bin_counts: Tensor | None = None,
+) -> Tensor:
+    """See `reference.post_update_`."""
+    (num_requests, width), proposed = outcome.token_ids.shape, drafts.shape[1]
+    k = draft_token_ids.shape[1]
+    report = outcome.token_ids.new_empty(num_requests, width + 6)
+    launch: Any = programs.post_update[(num_requests,)]
+    launch(
+        *(tensor for name, tensor in outcome._asdict().items() if name != "last_rows"),
+        drafts,
+        is_delta,
+        num_proposed,
+        request_slots,
+        token_ids,
+        token_ids.stride(0),
+        max_len,
+        num_tokens,
+        num_computed_tokens,
+        finish_reason,
+        draft_token_ids,
+        draft_is_delta,
+        num_drafts,
+        output_bin_counts,
+        0 if output_bin_counts is None else output_bin_counts.stride(0),
+        report,
+        COUNTS=output_bin_counts is not None,
+        W=width,
+        P=proposed,
+        K=k,
+        W_PAD=triton.next_power_of_2(width),
+        K_PAD=triton.next_power_of_2(max(1, k)),
+        num_warps=1,
+    )
+    return report
+
+
+def prepare_eagle_inputs(
+    outcome: Outcome,
+    *,
+    positions: Tensor,
+    query_start: Tensor,
+    request_slots: Tensor,
+    max_query_len: int,
+    token_ids: Tensor,
+    num_tokens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.prepare_eagle_inputs`."""
+    ids, last = torch.empty_like(positions), torch.empty_like(request_slots)
+    tile = _tile(max_query_len)
+    launch: Any = programs.eagle_inputs[(len(request_slots), triton.cdiv(max_query_len, tile))]
+    launch(
+        outcome.token_ids,
+        outcome.last_rows,
+        positions,
+        query_start,
+        request_slots,
+        token_ids,
+        token_ids.stride(0),
+        num_tokens,
+        ids,
+        last,
+        W=outcome.token_ids.shape[1],
+        TILE=tile,
+        num_warps=1 if tile <= 32 else 4,
+    )
+    return ids, last
+
+
+def prepare_eagle_decode(
+    last: Tensor,
+    block_tables: Tensor,
+    *,
+    num_draft_tokens: int,
+    num_depths: int,
+    block_size: int,
+) -> tuple[DraftRows, ...]:
+    """See `reference.prepare_eagle_decode`; one launch for all steps."""
+    num_requests, num_steps = len(last), num_draft_tokens - 1
+    if num_steps < 1:
+        return ()
+    most = num_requests * min(num_steps, num_depths)
+    aligned = [-(-size // 16) * 16 for size in (most, num_requests + 1)]
+    rows = last.new_empty(2, num_steps, aligned[0])
+    valid = torch.empty((num_steps, aligned[0]), dtype=torch.bool, device=last.device)
+    requests = last.new_empty(4, num_steps, aligned[1])
+    launch: Any = programs.eagle_decode[(triton.cdiv(num_requests + 1, TILE), num_steps)]
+    launch(
+        last,
+        block_tables,
+        block_tables.stride(0),
+        *rows,
+        valid,
+        *requests,
+        aligned[0],
+        aligned[1],
+        num_requests,
+        DEPTHS=num_depths,
+        BLOCK_SIZE=block_size,
+        TILE=TILE,
+    )
+    steps = []
+    for index in range(num_steps):
+        num_rows = num_requests * min(index + 1, num_depths)
+        starts, lens, ends, cu_num_logits = requests[:, index]
+        steps.append(
+            DraftRows(
+                positions=rows[0, index, :num_rows],
+                slot_mapping=rows[1, index, :num_rows],
+                row_valid=valid[index, :num_rows],
+                query_start=starts[: num_requests + 1],
+                seq_lens=lens[:num_requests],
+                logits_indices=ends[:num_requests],
+                cu_num_logits=cu_num_logits[: num_requests + 1],
+            )
+        )
+    return tuple(steps)
+
+
+def _tile(max_query_len: int) -> int:
+    return min(TILE, max(16, triton.next_power_of_2(max_query_len)))
