@@ -13,7 +13,9 @@ from specdec.kernels.add_norm import reference as norms
 from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.few_rows.plan import Plan, plan_for
 from specdec.kernels.gated_act.reference import gated_act
+from specdec.kernels.rotary.reference import rotary_tables
 from specdec.kernels.runtime import uses_triton
+from specdec.models.quantize import Fp8Weight, is_quantised, quantised, quantised_linear
 
 PACKED_MIN_ROWS = 4  # packed products of 1 to 3 rows are no faster than of 4
 
@@ -27,6 +29,8 @@ class Rotary(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: [..., in] times [out, in] (plain or from `pack`) gives [..., out]."""
+    if isinstance(weight, Fp8Weight):
+        return quantised_linear(x, weight, bias)
     if weight.is_mkldnn:
         rows = x.shape[0]
         if x.dim() == 2 and rows < PACKED_MIN_ROWS:
@@ -44,8 +48,12 @@ def pack(weight: Tensor) -> Tensor:
     """The weight in the CPU library's blocked layout; unchanged elsewhere or where unsupported.
 
     Without it every product reorders the weight: measured 1.5 to 2.5 times slower for few rows. A
-    packed weight serves `linear` only and has no gradient.
+    packed weight serves `linear` only and has no gradient. While a target is loaded with quantised
+    weights, this is where they become so.
     """
+    weight = quantised(weight)
+    if is_quantised(weight):
+        return weight
     if weight.is_mkldnn or weight.device.type != "cpu" or not _can_pack(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -117,9 +125,10 @@ def rotary(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype, scale: float
 
     There is no table of a fixed length, so no position is out of range.
     """
-    angle = positions.to(torch.float32)[..., None, None] * inv_freq  # [..., 1, D / 2]
-    cos, sin = angle.cos() * scale, angle.sin() * scale
-    return Rotary(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
+    tables = rotary_tables
+    if uses_triton():
+        from specdec.kernels.rotary.kernel import rotary_tables as tables
+    return Rotary(*tables(inv_freq, positions, dtype, scale))
 
 
 def rotate(x: Tensor, rotation: Rotary) -> Tensor:
@@ -170,7 +179,7 @@ def tree_leaves(tree: Any) -> list[Tensor]:
 
 def _few_rows_plan(x: Tensor, weight: Any, *, gated: bool = False) -> Plan | None:
     """How the few-row kernel takes this product; None where it is not for it."""
-    if not uses_triton() or not isinstance(weight, Tensor) or weight.is_mkldnn:
+    if not uses_triton() or is_quantised(weight) or weight.is_mkldnn:
         return None
     return plan_for(x, weight, gated=gated)
 
