@@ -13,10 +13,10 @@ from torch import Tensor
 from specdec.kernels.add_norm.kernel import add_norm
 from specdec.kernels.bench import Case
 from specdec.kernels.few_rows import kernel
-from specdec.kernels.few_rows.plan import MAX_ROWS, product_plan
+from specdec.kernels.few_rows.plan import Plan, product_plan
 from specdec.kernels.gated_act.kernel import gated_act
 
-ROWS = (1, 4, 8, 16, 64)
+ROWS = (1, 4, 8, 16, 32, 64)
 COLD_BYTES = 200 * 2**20  # weights in turn, so that no copy is found in the 50 MB of cache
 LAYERS = 4
 SIZE, INNER, QKV, VOCAB, DRAFT_VOCAB = 4096, 14336, 6144, 128256, 32000
@@ -27,6 +27,7 @@ PRODUCTS = {
     "fc of three streams": (SIZE, 3 * SIZE),
     "wide qkv": (QKV, 2 * SIZE),
     "LM head": (VOCAB, SIZE),
+    "router of 128 experts": (128, 2048),
     "draft LM head": (DRAFT_VOCAB, SIZE),
 }
 
@@ -38,7 +39,7 @@ def cases(device: torch.device) -> list[Case]:
         weights = weights_in_turn(num_cols, width, device)
         for rows in ROWS:
             x = torch.randn(rows, width, device=device).bfloat16()
-            plan = product_plan(min(rows, MAX_ROWS), num_cols, width)
+            plan = nearest_plan(rows, num_cols, width)
             run = in_turn(partial(_product, x, plan=plan), weights)
             size = weights[0].nbytes + x.nbytes + 2 * rows * num_cols
             made.append(
@@ -47,7 +48,7 @@ def cases(device: torch.device) -> list[Case]:
     weights = weights_in_turn(2 * INNER, SIZE, device)
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device).bfloat16()
-        plan = product_plan(min(rows, MAX_ROWS), INNER, SIZE, gated=True)
+        plan = nearest_plan(rows, INNER, SIZE, gated=True)
         run = in_turn(partial(_gated, x, plan=plan), weights)
         size = weights[0].nbytes + x.nbytes + 2 * rows * INNER
         baseline = in_turn(partial(_library_gated, x), weights)
@@ -89,19 +90,19 @@ def _stack(
 
 
 def _planned(rows: int, x: Tensor, weight: Tensor) -> Tensor:
-    return _product(x, weight, plan=product_plan(min(rows, MAX_ROWS), *weight.shape))
+    return _product(x, weight, plan=nearest_plan(rows, *weight.shape))
 
 
 def _planned_gated(rows: int, x: Tensor, weight: Tensor) -> Tensor:
-    num_rows, (num_cols, width) = min(rows, MAX_ROWS), weight.shape
-    return _gated(x, weight, plan=product_plan(num_rows, num_cols // 2, width, gated=True))
+    num_cols, width = weight.shape
+    return _gated(x, weight, plan=nearest_plan(rows, num_cols // 2, width, gated=True))
 
 
-def _product(x: Tensor, weight: Tensor, *, plan) -> Tensor:
+def _product(x: Tensor, weight: Tensor, *, plan: Plan | None) -> Tensor:
     return kernel.few_rows(x, weight, None, plan)
 
 
-def _gated(x: Tensor, weight: Tensor, *, plan) -> Tensor:
+def _gated(x: Tensor, weight: Tensor, *, plan: Plan | None) -> Tensor:
     return kernel.few_rows_gated(x, weight, None, plan)
 
 
@@ -111,6 +112,12 @@ def _library_gated(x: Tensor, weight: Tensor) -> Tensor:
 
 def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
     return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
+
+
+def nearest_plan(rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
+    """`product_plan`, or that of the fewest rows where the library would take this many."""
+    own = product_plan(rows, num_cols, width, gated=gated)
+    return own or product_plan(1, num_cols, width, gated=gated)
 
 
 def weights_in_turn(num_cols: int, width: int, device: torch.device) -> list[Tensor]:

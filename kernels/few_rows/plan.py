@@ -1,7 +1,7 @@
 """Which products run on the kernel, and how each shape is cut: tables to adjust by measurement.
 
-cuBLAS keeps what is not listed. A plan does not depend on how many rows there are, up to the most
-it takes: a row's result is the same whatever stands beside it.
+cuBLAS keeps what is not listed. Between two of the row counts listed a plan does not depend on how
+many rows there are: a row's result is the same whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_ROWS = 16  # of a plain product
-MAX_ROWS_GATED = 16  # of a product with its activation
-MIN_SIZE = 512  # rows and columns of the matrix, below which there is nothing to stream
+MIN_COLS, MIN_WIDTH = 64, 512  # of the matrix, below which there is nothing to stream
 
 
 class Plan(NamedTuple):
@@ -27,17 +25,25 @@ class Plan(NamedTuple):
     ahead: int  # iterations whose weights are asked for before the kernel before has ended
 
 
-# (most outputs, most of the summed dimension) -> plan, the first that fits
-PRODUCTS: tuple[tuple[float, float, Plan], ...] = (
-    (8192, 6144, Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=4)),
-    (8192, float("inf"), Plan(cols=32, step=128, split=4, warps=4, stages=4, ahead=4)),
-    (65536, float("inf"), Plan(cols=32, step=128, split=1, warps=4, stages=4, ahead=4)),
-    (float("inf"), float("inf"), Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)),
-)
-GATED: tuple[tuple[float, float, Plan], ...] = (
-    (8192, float("inf"), Plan(cols=16, step=128, split=1, warps=2, stages=4, ahead=4)),
-    (float("inf"), float("inf"), Plan(cols=32, step=128, split=1, warps=4, stages=3, ahead=4)),
-)
+Table = tuple[tuple[float, float, Plan], ...]
+# (most outputs, most of the summed dimension, plan): the first that fits
+ANY = float("inf")
+# most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
+PRODUCTS: dict[int, Table] = {
+    16: (
+        (512, ANY, Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)),
+        (8192, 6144, Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=4)),
+        (8192, ANY, Plan(cols=32, step=128, split=4, warps=4, stages=4, ahead=4)),
+        (65536, ANY, Plan(cols=32, step=128, split=1, warps=4, stages=4, ahead=4)),
+        (ANY, ANY, Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)),
+    ),
+}
+GATED: dict[int, Table] = {
+    16: (
+        (8192, ANY, Plan(cols=16, step=128, split=1, warps=2, stages=4, ahead=4)),
+        (ANY, ANY, Plan(cols=32, step=128, split=1, warps=4, stages=3, ahead=4)),
+    ),
+}
 
 
 def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
@@ -46,12 +52,13 @@ def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = Fals
     Args:
         num_cols: outputs; gated, of each half.
     """
-    if not 0 < num_rows <= (MAX_ROWS_GATED if gated else MAX_ROWS):
+    tables = GATED if gated else PRODUCTS
+    most_rows = min((most for most in tables if most >= num_rows), default=0)
+    if not 0 < num_rows <= most_rows:
         return None
-    if num_cols < MIN_SIZE or width < MIN_SIZE or width % 64:
+    if num_cols < MIN_COLS or width < MIN_WIDTH or width % 64:
         return None
-    table = GATED if gated else PRODUCTS
-    plan = next(plan for cols, k, plan in table if num_cols <= cols and width <= k)
+    plan = next(plan for cols, k, plan in tables[most_rows] if num_cols <= cols and width <= k)
     return plan if width % 128 == 0 else plan._replace(step=64)
 
 

@@ -1,6 +1,6 @@
 """Searches plans for the products of an 8B model on the GPU at hand.
 
-    python -m specdec.kernels.few_rows.tune [product ...]
+    python -m specdec.kernels.few_rows.tune [--rows N] [product ...]
 
 Each figure of a plan is varied in turn from the plan in use, and the best value kept. Prints every
 time, then a line for the table in `plan.py`.
@@ -8,6 +8,7 @@ time, then a line for the table in `plan.py`.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from specdec.kernels.bench import Case, seconds_of
 from specdec.kernels.few_rows import bench, kernel
-from specdec.kernels.few_rows.plan import Plan, product_plan
+from specdec.kernels.few_rows.plan import Plan
 
 GATED = "gate_up"
-ROWS = 4  # that plans are compared at; the best is then timed at others too
 STEPS = (64, 128, 256)
 STAGES = (2, 3, 4, 5, 6)
 AHEAD = (0, 2, 4, 8, 16)
@@ -53,19 +53,26 @@ def search(plan: Plan, time: Callable[[Plan], float], gated: bool) -> tuple[Plan
     return best, times[best]
 
 
-def main(names: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("products", nargs="*", help="all by default")
+    parser.add_argument("--rows", type=int, default=4, help="that plans are compared at")
+    args = parser.parse_args(argv)
+    names, most_rows = args.products or list(SHAPES), args.rows
     unknown = [name for name in names if name not in SHAPES]
     if unknown:
         print(f"no product {unknown[0]!r}; there are: {', '.join(SHAPES)}", file=sys.stderr)
         return 2
     device = torch.device("cuda")
-    for name in names or SHAPES:
+    for name in names:
         num_cols, width = SHAPES[name]
         gated = name == GATED
         run = kernel.few_rows_gated if gated else kernel.few_rows
         weights = bench.weights_in_turn(num_cols * (2 if gated else 1), width, device)
 
-        def time(plan: Plan, rows: int = ROWS, run=run, weights: list[Tensor] = weights) -> float:
+        def time(
+            plan: Plan, rows: int = most_rows, run=run, weights: list[Tensor] = weights
+        ) -> float:
             x = torch.randn(rows, weights[0].shape[1], device=device).bfloat16()
             call = bench.in_turn(partial(_run, run, x, plan), weights)
             seconds = seconds_of(Case("", call, 0))[0]
@@ -73,8 +80,10 @@ def main(names: Sequence[str]) -> int:
             return seconds
 
         print(f"{name} {num_cols} x {width}", flush=True)
-        plan, _ = search(product_plan(ROWS, num_cols, width, gated=gated), time, gated)
-        rates = {rows: weights[0].nbytes / time(plan, rows) / 1e12 for rows in (1, 4, 16)}
+        plan, _ = search(bench.nearest_plan(most_rows, num_cols, width, gated=gated), time, gated)
+        rates = {
+            rows: weights[0].nbytes / time(plan, rows) / 1e12 for rows in sorted({1, 16, most_rows})
+        }
         shown = ", ".join(f"{rate:.2f} TB/s at {rows}" for rows, rate in rates.items())
         print(f"{name}: ({num_cols}, {width}, {plan}),  # {shown}", flush=True)
     return 0
@@ -85,4 +94,4 @@ def _run(run: Callable[..., Tensor], x: Tensor, plan: Plan, weight: Tensor) -> T
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
