@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels.chain import overlapped
 from specdec.kernels.philox.kernel import philox_words, to_exponential
 from specdec.kernels.row_stats.kernel import INFINITY, load_logits, owner_of
 from specdec.kernels.row_stats.reference import block_size
@@ -39,7 +41,11 @@ def _block_race(
     BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     entry = tl.program_id(0).to(tl.int64)
     row = entry // num_blocks
     block = (entry % num_blocks).to(tl.int32)
@@ -74,8 +80,18 @@ def _block_race(
 
 @triton.jit
 def _winner(
-    best_ptr, best_id_ptr, num_blocks, greedy_ptr, argmax_ptr, out_ptr, BLOCKS: tl.constexpr
+    best_ptr,
+    best_id_ptr,
+    num_blocks,
+    greedy_ptr,
+    argmax_ptr,
+    out_ptr,
+    BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(argmax_ptr + row)
     if (tl.load(greedy_ptr + row) == 0) & (token >= 0):
@@ -138,6 +154,7 @@ def race(
         REQUESTS=triton.next_power_of_2(num_requests) if owned else 0,
         MAPPED=lanes is not None,
         num_warps=size // 512,
+        **overlapped(),
     )
     finish: Any = _winner[(n,)]
     finish(
@@ -149,5 +166,6 @@ def race(
         out,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=1,
+        **overlapped(),
     )
     return out

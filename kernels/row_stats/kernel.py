@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels.chain import overlapped
 from specdec.kernels.row_stats.reference import RowStats, block_size
 
 INFINITY = tl.constexpr(float("inf"))
@@ -68,7 +70,11 @@ def _block_stats(
     BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     SUMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     entry = tl.program_id(0).to(tl.int64)
     row = entry // num_blocks
     ids = (entry % num_blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
@@ -108,7 +114,11 @@ def _row_stats(
     REQUESTS: tl.constexpr,
     SUMS: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     inside = at < num_blocks
@@ -310,6 +320,7 @@ def _unfiltered(
         REQUESTS=requests,
         SUMS=sums,
         num_warps=size // 512,  # 16 elements a thread
+        **overlapped(),
     )
     finish: Any = _row_stats[(n,)]
     finish(
@@ -326,5 +337,6 @@ def _unfiltered(
         SUMS=sums,
         ALL_GREEDY=all_greedy,
         num_warps=1,
+        **overlapped(),
     )
     return stats

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.philox.kernel import key_uniform
 from specdec.kernels.row_stats.kernel import load_logits
@@ -131,7 +132,11 @@ def _decide(
     BLOCKS: tl.constexpr,
     HAS_Q: tl.constexpr,
     MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     first, num_rows, ids, num_drafts, limit = load_drafts(
         request, cu_num_logits_ptr, draft_ids_ptr, draft_stride, num_drafts_ptr, K, COLUMNS
@@ -264,7 +269,11 @@ def _residual_mass(
     num_blocks,
     BLOCK: tl.constexpr,
     MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     entry = tl.program_id(0).to(tl.int64)
     request = entry // num_blocks
     if tl.load(pending_ptr + request) != 0:
@@ -293,7 +302,11 @@ def _draw_residual(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     if tl.load(pending_ptr + request) != 0:
         index = tl.load(accepted_ptr + request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PLACEHOLDER = tl.constexpr(-1)
 
@@ -82,7 +83,11 @@ def _match(
     counts_ptr,
     num_requests,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     first, num_rows, ids, num_drafts, limit = load_drafts(
         request, cu_num_logits_ptr, draft_ids_ptr, draft_stride, num_drafts_ptr, K, COLUMNS
@@ -113,7 +118,11 @@ def _complete(
     counts_ptr,
     num_requests,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     first, num_rows, ids, num_drafts, _ = load_drafts(
         request, cu_num_logits_ptr, draft_ids_ptr, draft_stride, num_drafts_ptr, K, COLUMNS

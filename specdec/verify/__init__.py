@@ -85,9 +85,9 @@ def match(dist: TargetDist, drafts: Drafts, token_ids: Tensor) -> Verification:
         token_ids: [N] int64, the target's token at each logits row.
     """
     if uses_triton():
-        from specdec.verify import fused
+        from specdec.kernels.verification import launch
 
-        return fused.match(dist, drafts, token_ids)
+        return Verification(*launch.match(dist, drafts, token_ids))
     num_drafts = drafts.token_ids.shape[1]
     tokens = token_ids[position_rows(dist, num_drafts + 1)]  # [R, K + 1]
     num_accepted = count_accepted(dist, drafts, drafts.token_ids == tokens[:, :num_drafts])
@@ -104,9 +104,9 @@ def complete(
         stop_token: [R] int64, the recovered or bonus token.
     """
     if uses_triton():
-        from specdec.verify import fused
+        from specdec.kernels.verification import launch
 
-        return fused.complete(dist, drafts, num_accepted, stop_token)
+        return Verification(*launch.complete(dist, drafts, num_accepted, stop_token))
     num_columns = drafts.token_ids.shape[1] + 1
     has_rows = dist.cu_num_logits[1:] > dist.cu_num_logits[:-1]
     num_accepted = torch.where(has_rows, num_accepted, 0)

@@ -37,9 +37,10 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
     if dist.all_greedy:
         return match(dist, drafts, dist.argmax)
     if uses_triton() and dist.block_mass is not None:
-        from specdec.verify import fused
+        from specdec.kernels.verification import launch
 
-        return fused.rejection(dist, drafts, keys)
+        purposes = launch.Purposes(*map(int, (Purpose.ACCEPT, Purpose.RECOVER, Purpose.BONUS)))
+        return Verification(*launch.rejection(dist, drafts, keys, purposes))
     num_drafts = drafts.token_ids.shape[1]
     ids, is_delta = drafts.token_ids, drafts.is_delta
     if drafts.q is None or num_drafts == 0:

@@ -89,7 +89,7 @@ def test_compiles_for_sm_90():
                     module,
                     "_block_stats",
                     rows | owners | blocks | {"block_sum_ptr": "*fp32", "epsilon": "fp32"},
-                    {"BLOCK": size, "REQUESTS": requests, "SUMS": sums},
+                    {"BLOCK": size, "REQUESTS": requests, "SUMS": sums, "OVERLAP": True},
                     size // 512,
                 )
             )
@@ -102,6 +102,7 @@ def test_compiles_for_sm_90():
         types = owners | outputs | blocks | {"block_mass_ptr": "*fp32", "greedy_ptr": "*i1"}
         types |= {"argmax_ptr": "*i64", "epsilon": "fp32", "invalid": "i32"}
         constants = {"BLOCKS": 32, "REQUESTS": requests, "SUMS": sums, "ALL_GREEDY": greedy}
+        constants["OVERLAP"] = True
         compiles.append(compiling.Compile(module, "_row_stats", types, constants, 1))
     lse = {f"{n}_ptr": "*fp32" for n in ("block_mass", "max", "given", "cutoff", "lse")}
     lse |= {"greedy_ptr": "*i1", "num_blocks": "i32"}

@@ -302,10 +302,13 @@ def test_compiles_for_sm_90():
                 ("kernel", "_decide", purposes | sizes | {"COLUMNS": 4, "HAS_Q": has_q})
             )
             if has_q:
-                few = {k: sizes[k] for k in ("BLOCK", "MAPPED")}
+                few = {k: sizes[k] for k in ("BLOCK", "MAPPED", "OVERLAP")}
                 compiles.append(("kernel", "_residual_mass", few))
                 compiles.append(("kernel", "_draw_residual", sizes | {"RECOVER": 2}))
-    compiles += [("record", "_match", {"COLUMNS": 8}), ("record", "_complete", {"COLUMNS": 8})]
+    compiles += [
+        ("record", "_match", {"COLUMNS": 8, "OVERLAP": True}),
+        ("record", "_complete", {"COLUMNS": 8, "OVERLAP": True}),
+    ]
     jobs = []
     for file, kernel, constants in compiles:
         module = importlib.import_module(f"specdec.kernels.verification.{file}")

@@ -1,4 +1,8 @@
-"""The rules on Triton kernels: same records in and out, decisions equal to the torch rules'."""
+"""Launches of the verification kernels.
+
+They take the records of `specdec.state` and `specdec.keys` by their fields (`TargetDist`, `Drafts`,
+`DraftDist`, `Keys`) and return the five tensors of a `Verification` in its order.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,20 @@ import torch
 import triton
 from torch import Tensor
 
+from specdec.kernels.chain import overlapped
 from specdec.kernels.row_stats.reference import block_size
 from specdec.kernels.verification.kernel import _decide, _draw_residual, _residual_mass
 from specdec.kernels.verification.record import _complete, _match
-from specdec.keys import Keys, Purpose
-from specdec.state import DraftDist, Drafts, TargetDist, Verification
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Purposes(NamedTuple):
+    """Streams of uniforms, as `keys.Purpose` numbers them."""
+
+    accept: int
+    recover: int
+    bonus: int
 
 
 class _Record(NamedTuple):
@@ -25,11 +38,11 @@ class _Record(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         return self.grids[0], self.grids[1], self.counts, self.counts.shape[1]
 
-    def verification(self) -> Verification:
-        return Verification(*self.grids.unbind(0), *self.counts.unbind(0))
+    def outputs(self) -> Outputs:
+        return (*self.grids.unbind(0), *self.counts.unbind(0))
 
 
-def _record(drafts: Drafts) -> _Record:
+def _record(drafts: Any) -> _Record:
     ids = drafts.token_ids
     num_requests, num_drafts = ids.shape
     return _Record(
@@ -39,9 +52,9 @@ def _record(drafts: Drafts) -> _Record:
     )
 
 
-def _drafts(dist: TargetDist, drafts: Drafts) -> tuple[Any, ...]:
+def _drafts(dist: Any, drafts: Any) -> tuple[Any, ...]:
     ids = drafts.token_ids
-    assert ids.stride(1) == 1 or ids.shape[1] <= 1, "draft ids are contiguous in a row"
+    ids = ids if ids.shape[1] < 2 or ids.stride(1) == 1 else ids.contiguous()
     return (
         dist.cu_num_logits,
         dist.batch_rows,
@@ -53,8 +66,8 @@ def _drafts(dist: TargetDist, drafts: Drafts) -> tuple[Any, ...]:
     )
 
 
-def match(dist: TargetDist, drafts: Drafts, token_ids: Tensor) -> Verification:
-    """`verify.match` in one launch."""
+def match(dist: Any, drafts: Any, token_ids: Tensor) -> Outputs:
+    """Accepts drafts while they equal the target's tokens [N]; N > 0."""
     record = _record(drafts)
     launch: Any = _match[(drafts.token_ids.shape[0],)]
     launch(
@@ -63,14 +76,13 @@ def match(dist: TargetDist, drafts: Drafts, token_ids: Tensor) -> Verification:
         *record.arguments(),
         COLUMNS=record.columns,
         num_warps=1,
+        **overlapped(),
     )
-    return record.verification()
+    return record.outputs()
 
 
-def complete(
-    dist: TargetDist, drafts: Drafts, num_accepted: Tensor, stop_token: Tensor
-) -> Verification:
-    """`verify.complete` in one launch."""
+def complete(dist: Any, drafts: Any, num_accepted: Tensor, stop_token: Tensor) -> Outputs:
+    """The record of a decision [R] that was made elsewhere; N > 0."""
     record = _record(drafts)
     launch: Any = _complete[(drafts.token_ids.shape[0],)]
     launch(
@@ -80,31 +92,31 @@ def complete(
         *record.arguments(),
         COLUMNS=record.columns,
         num_warps=1,
+        **overlapped(),
     )
-    return record.verification()
+    return record.outputs()
 
 
-def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
-    """`verify.rejection` in one launch, or in three where drafts have a q."""
-    assert dist.block_mass is not None
+def rejection(dist: Any, drafts: Any, keys: Any, purposes: Purposes) -> Outputs:
+    """Rejection sampling in one launch, or in three where drafts have a q; N > 0.
+
+    `dist.block_mass` is set, and rows of its logits are contiguous.
+    """
     record, (num_requests, num_drafts) = _record(drafts), drafts.token_ids.shape
     has_q = drafts.q is not None and num_drafts > 0
+    mapped = has_q and drafts.q.vocab_map is not None
     size, num_blocks = block_size(dist.vocab_size), dist.block_mass.shape[1]
+    logits = dist.logits if dist.logits.stride(1) == 1 else dist.logits.contiguous()
     target = (
-        dist.logits,
-        dist.logits.stride(0),
+        logits,
+        logits.stride(0),
         dist.max,
         dist.inv_temperature,
         dist.cutoff,
         dist.lse,
     )
-    q = (
-        _draft_arguments(drafts.q)
-        if has_q and drafts.q is not None
-        else (dist.max, 0, 0, 0)
-        + ((dist.max,) * 3 + (0,) + (dist.max,) + (drafts.num_drafts,) * 2 + (0,))
-    )
-    mapped = has_q and drafts.q is not None and drafts.q.vocab_map is not None
+    q = _draft_dist(drafts.q) if has_q else _no_draft_dist(dist.max, drafts.num_drafts)
+    is_delta = drafts.is_delta.contiguous()
     pending = torch.empty(num_requests, dtype=torch.int32, device=dist.max.device)
     seeds, starts = keys.seeds.contiguous(), keys.round_start.contiguous()
     common = {
@@ -112,6 +124,7 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
         "BLOCKS": triton.next_power_of_2(num_blocks),
         "MAPPED": mapped,
         "num_warps": size // 512,
+        **overlapped(),
     }
     decide: Any = _decide[(num_requests,)]
     decide(
@@ -122,22 +135,22 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
         num_blocks,
         dist.vocab_size,
         *_drafts(dist, drafts),
-        drafts.is_delta,
-        drafts.is_delta.stride(0),
+        is_delta,
+        is_delta.stride(0),
         *q,
         seeds,
         starts,
         *record.arguments(),
         pending,
-        ACCEPT=int(Purpose.ACCEPT),
-        RECOVER=int(Purpose.RECOVER),
-        BONUS=int(Purpose.BONUS),
+        ACCEPT=purposes.accept,
+        RECOVER=purposes.recover,
+        BONUS=purposes.bonus,
         COLUMNS=record.columns,
         HAS_Q=has_q,
         **common,
     )
     if not has_q:
-        return record.verification()
+        return record.outputs()
     mass = dist.max.new_empty(num_requests, num_blocks)
     add: Any = _residual_mass[(num_requests * num_blocks,)]
     add(
@@ -152,6 +165,7 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
         BLOCK=size,
         MAPPED=mapped,
         num_warps=size // 512,
+        **overlapped(),
     )
     draw: Any = _draw_residual[(num_requests,)]
     draw(
@@ -168,13 +182,13 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
         num_blocks,
         record.grids,
         num_drafts,
-        RECOVER=int(Purpose.RECOVER),
+        RECOVER=purposes.recover,
         **common,
     )
-    return record.verification()
+    return record.outputs()
 
 
-def _draft_arguments(q: DraftDist) -> tuple[Any, ...]:
+def _draft_dist(q: Any) -> tuple[Any, ...]:
     t2d = q.slots if q.vocab_map is None else q.vocab_map.t2d
     return (
         q.logits,
@@ -190,3 +204,8 @@ def _draft_arguments(q: DraftDist) -> tuple[Any, ...]:
         t2d,
         t2d.shape[0],
     )
+
+
+def _no_draft_dist(floats: Tensor, ints: Tensor) -> tuple[Any, ...]:
+    """Arguments in the places of `_draft_dist` that go unread."""
+    return floats, 0, 0, 0, floats, floats, floats, 0, floats, ints, ints, 0
