@@ -295,16 +295,18 @@ def types(*names):
 def test_compiles_for_sm_90():
     compiles = []
     purposes = {"ACCEPT": 1, "RECOVER": 2, "BONUS": 3}
-    for size, blocks in ((4096, 32), (1024, 8)):
-        for has_q, mapped in ((False, False), (True, False), (True, True)):
-            sizes = {"BLOCK": size, "BLOCKS": blocks, "MAPPED": mapped}
-            compiles.append(
-                ("kernel", "_decide", purposes | sizes | {"COLUMNS": 4, "HAS_Q": has_q})
-            )
-            if has_q:
-                few = {k: sizes[k] for k in ("BLOCK", "MAPPED", "OVERLAP")}
-                compiles.append(("kernel", "_residual_mass", few))
-                compiles.append(("kernel", "_draw_residual", sizes | {"RECOVER": 2}))
+    for size, blocks, has_q, mapped in (
+        (4096, 32, False, False),
+        (4096, 32, True, False),
+        (1024, 8, True, True),
+    ):
+        some = {"BLOCK": size, "MAPPED": mapped, "OVERLAP": True}
+        sizes = some | {"BLOCKS": blocks}
+        decide = purposes | sizes | {"COLUMNS": 4, "HAS_Q": has_q}
+        compiles.append(("kernel", "_decide", decide))
+        if has_q:
+            compiles.append(("kernel", "_residual_mass", some))
+            compiles.append(("kernel", "_draw_residual", sizes | {"RECOVER": 2}))
     compiles += [
         ("record", "_match", {"COLUMNS": 8, "OVERLAP": True}),
         ("record", "_complete", {"COLUMNS": 8, "OVERLAP": True}),
