@@ -103,7 +103,7 @@ def random_models(cfg: DictConfig, bound: BoundStages) -> Models:
     shape = settings["shape"]
     if cfg.vocab_size is not None:
         shape["vocab_size"] = cfg.vocab_size
-    target = random_target(shape, device=device, dtype=dtype, seed=cfg.seed)
+    target = random_target(shape, device=device, dtype=dtype, seed=cfg.seed, quantize=cfg.quantize)
     draft = None
     if bound.uses_draft:
         draft = random_draft(settings["draft_shape"] or shape, target, seed=cfg.seed + 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.models.fp8 import dequantised
+from specdec.models.fp8 import ReadScaled, block_scaled, dequantised
 from specdec.models.gguf import gguf_tensors, read_gguf_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,11 +25,20 @@ Shape = tuple[int, ...]
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Tensors by name; each is read from disk when it is asked for."""
+    """Tensors by name; each is read from disk when it is asked for.
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[Shape, Callable[[], Tensor]]]):
+    `scaled` reads those that lie in fp8 with a scale a block as they are.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[Shape, Callable[[], Tensor]]],
+        scaled: Mapping[str, ReadScaled] | None = None,
+    ):
         self.path = path
         self._tensors = tensors
+        self.scaled = scaled or {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name][1]()
@@ -48,11 +57,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
         """The same tensors under other names."""
-        return Checkpoint(self.path, {rename(name): t for name, t in self._tensors.items()})
+        tensors = {rename(name): t for name, t in self._tensors.items()}
+        return Checkpoint(self.path, tensors, {rename(n): r for n, r in self.scaled.items()})
 
     def only(self, wanted: Callable[[str], bool]) -> Checkpoint:
         """The tensors whose names are wanted."""
-        return Checkpoint(self.path, {name: t for name, t in self._tensors.items() if wanted(name)})
+        tensors = {name: t for name, t in self._tensors.items() if wanted(name)}
+        return Checkpoint(self.path, tensors, {n: r for n, r in self.scaled.items() if wanted(n)})
 
 
 def resolve_path(path: str | Path) -> Path:
@@ -121,7 +132,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if file.suffix == ".gguf":
         return Checkpoint(file, gguf_tensors(file))
     if file.name != INDEX:
-        return Checkpoint(file, dequantised(safetensors_file(file), file, _settings(file)))
+        return _plain_and_scaled(file, safetensors_file(file))
     weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
     shards: dict[str, Any] = {}
     for shard in sorted(set(weight_map.values())):
@@ -132,7 +143,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if absent:
         raise CheckpointError(f"{file.parent}: no shard holds {_listed(absent)}")
     tensors = {name: shards[name] for name in weight_map}
-    return Checkpoint(file, dequantised(tensors, file, _settings(file)))
+    return _plain_and_scaled(file, tensors)
+
+
+def _plain_and_scaled(
+    file: Path, tensors: dict[str, tuple[Shape, Callable[[], Tensor]]]
+) -> Checkpoint:
+    settings = _settings(file)
+    return Checkpoint(file, dequantised(tensors, file, settings), block_scaled(tensors, settings))
 
 
 def safetensors_file(file: Path) -> dict[str, tuple[Shape, Callable[[], Tensor]]]:

@@ -21,6 +21,7 @@ from specdec.models.checkpoint import Checkpoint
 from specdec.models.layers import add_rms_norm, linear
 from specdec.models.paged import AttentionFn, PagedAttention, attention_rows
 from specdec.models.parts import check_layout, part, read_layout
+from specdec.models.quantize import settled
 from specdec.models.rope import Rope, inv_freq
 
 
@@ -198,10 +199,10 @@ def load_decoder(
     def read(part: Any) -> Any:
         return read_layout(checkpoint, part, device, dtype)
 
-    embed = read(layout.embed)
+    embed = settled(read(layout.embed), dtype)
     return DecoderParams(
         embed=embed,
-        layers=tuple(prepare(read(layer)) for layer in layout.layers),
-        norm=read(layout.norm),
-        lm_head=embed if tied else read(layout.lm_head),
+        layers=tuple(settled(prepare(read(layer)), dtype) for layer in layout.layers),
+        norm=settled(read(layout.norm), dtype),
+        lm_head=embed if tied else settled(read(layout.lm_head), dtype),
     )

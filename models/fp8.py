@@ -1,4 +1,4 @@
-"""Block-scaled fp8 weights, dequantised as they are read (arXiv 2412.19437, section 3.3.2).
+"""Block-scaled fp8 weights of a checkpoint (arXiv 2412.19437, section 3.3.2).
 
 `X.weight` in fp8 has `X.weight_scale_inv` beside it: one fp32 factor for each block of 128 x 128
 weights, blocks at the right and lower edge cut off.
@@ -14,24 +14,14 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+from specdec.kernels.fp8_linear.reference import dequantise
 
 SCALE = "_scale_inv"
 BLOCK = (128, 128)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 Shape = tuple[int, ...]
+ReadScaled = Callable[[], tuple[Tensor, Tensor]]  # -> weights in fp8, scales
 Readers = Mapping[str, tuple[Shape, Callable[[], Tensor]]]  # name -> (shape, read)
-
-
-def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
-    """weight [..., O, I] times the factor of each block, in fp32.
-
-    Args:
-        scale: [..., ceil(O / block[0]), ceil(I / block[1])].
-    """
-    factors = scale.float()
-    for dim, step in zip((-2, -1), block, strict=True):
-        factors = factors.repeat_interleave(step, dim).narrow(dim, 0, weight.shape[dim])
-    return weight.float().mul_(factors)
 
 
 def dequantised(tensors: Readers, where: Path, settings: Mapping[str, Any]) -> Readers:
@@ -73,6 +63,18 @@ def dequantised(tensors: Readers, where: Path, settings: Mapping[str, Any]) -> R
         for name, (shape, read) in tensors.items()
         if not name.endswith(SCALE)
     }
+
+
+def block_scaled(tensors: Readers, settings: Mapping[str, Any]) -> dict[str, ReadScaled]:
+    """The weights of a checkpoint that have a scale for each block of 128 x 128, as they lie."""
+    quantised = settings.get("quantization_config") or {}
+    if tuple(quantised.get("weight_block_size") or BLOCK) != BLOCK:
+        return {}
+
+    def reader(name: str) -> ReadScaled:
+        return lambda: (tensors[name][1](), tensors[name + SCALE][1]())
+
+    return {name: reader(name) for name in tensors if name + SCALE in tensors}
 
 
 def _plain(tensor: Tensor, name: str, where: Path) -> Tensor:

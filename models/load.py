@@ -24,6 +24,7 @@ from specdec.models.draft_vocab import OWN_HEAD, read_target_rows
 from specdec.models.heads import read_draft
 from specdec.models.llama import llama_target
 from specdec.models.llama_checkpoint import llama_config, load_llama_params
+from specdec.models.quantize import quantising
 from specdec.models.qwen3 import qwen3_target
 from specdec.models.qwen3_checkpoint import load_qwen3_params, qwen3_config
 from specdec.models.qwen3_moe import qwen3_moe_target
@@ -86,6 +87,7 @@ def load_target(
     dtype: torch.dtype | str = torch.float32,
     family: str | None = None,
     vocab_size: int | None = None,
+    quantize: str = "none",
 ) -> Target:
     """Loads a target model.
 
@@ -93,6 +95,7 @@ def load_target(
         path: see `resolve_path`.
         family: overrides the config's model_type; one of `FAMILIES`.
         vocab_size: real ids; by default counted in tokenizer.json, else the config's.
+        quantize: what the matrices of its layers are kept in, one of `quantize.KINDS`.
 
     Raises:
         CheckpointError: nothing there, another family, a tensor missing, misshapen or unknown.
@@ -104,6 +107,7 @@ def load_target(
         dtype=dtype,
         family=family,
         vocab_size=vocab_size or real_vocab_size(resolve_path(path)),
+        quantize=quantize,
     )
 
 
@@ -115,6 +119,7 @@ def build_target(
     dtype: torch.dtype | str = torch.float32,
     family: str | None = None,
     vocab_size: int | None = None,
+    quantize: str = "none",
 ) -> Target:
     """`load_target` from an open checkpoint and the settings of its config.json."""
     known = FAMILIES[family_of(settings, family, checkpoint.path)]
@@ -127,7 +132,8 @@ def build_target(
         config = known.config(settings)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    params = known.params(checkpoint, config, device, as_dtype(dtype))
+    with quantising(quantize):
+        params = known.params(checkpoint, config, device, as_dtype(dtype))
     return known.target(params, config, min(vocab_size or config.vocab_size, config.vocab_size))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.checkpoint import Checkpoint, check_names, read_part
+from specdec.models.quantize import Fp8Weight, keeps_fp8, stack_fp8
 
 Shape = tuple[int, ...]
 
@@ -71,13 +72,30 @@ def read_layout(
 ) -> Any:
     """The parameter tree of a layout, each tensor copied into its place as it is read."""
 
-    def read(part: Part) -> Tensor:
+    def read(part: Part) -> Tensor | Fp8Weight:
+        if keeps_fp8() and (kept := _read_fp8(checkpoint, part, device)) is not None:
+            return kept
         stacked = read_part(checkpoint, part.names, device, part.dtype or dtype)
         if part.order is not None:
             stacked = stacked.index_select(0, part.order().to(device))
         return stacked.view(part.full_shape)
 
     return map_parts(read, layout)
+
+
+def _read_fp8(checkpoint: Checkpoint, part: Part, device: torch.device | str) -> Fp8Weight | None:
+    """A matrix as it lies in an fp8 checkpoint; None where it does not or cannot be kept so."""
+    plain = part.shape is None and part.order is None and part.dtype is None
+    scaled = getattr(checkpoint, "scaled", {})
+    if not plain or any(name not in scaled for name in part.names):
+        return None
+    pieces = []
+    for name in part.names:
+        data, scale = scaled[name]()
+        if data.dtype != torch.float8_e4m3fn or data.dim() != 2:
+            return None
+        pieces.append(Fp8Weight(data.to(device), scale.to(device, torch.float32)))
+    return stack_fp8(pieces)
 
 
 def named_tensors(params: Any, layout: Any) -> dict[str, Tensor]:

@@ -212,7 +212,7 @@ def load_models(cfg: DictConfig, *, uses_draft: bool | None) -> Models:
     """
     device = runtime.pick_device(cfg.device)
     dtype = runtime.pick_dtype(cfg.dtype, device)
-    target_key = (cfg.target.path, device, dtype, cfg.target.family)
+    target_key = (cfg.target.path, device, dtype, cfg.target.family, cfg.target.quantize)
     if uses_draft and cfg.draft.path is None:
         raise ConfigError(
             "propose=autoregressive drafts with a head and draft.path is null; "
@@ -231,13 +231,15 @@ def load_models(cfg: DictConfig, *, uses_draft: bool | None) -> Models:
 
 
 @lru_cache(maxsize=1)
-def _target(path: str, device: torch.device, dtype: torch.dtype, family: str | None) -> Target:
-    return load_target(path, device=device, dtype=dtype, family=family)
+def _target(
+    path: str, device: torch.device, dtype: torch.dtype, family: str | None, quantize: str
+) -> Target:
+    return load_target(path, device=device, dtype=dtype, family=family, quantize=quantize)
 
 
 @lru_cache(maxsize=2)
 def _draft(target_key: tuple, keywords: tuple[tuple[str, Any], ...]) -> Draft:
-    _, device, dtype, _ = target_key
+    _, device, dtype, *_ = target_key
     options = dict(keywords)
     path, options["axes"] = options.pop("path"), dict(options["axes"])
     check_same_tokenizer(target_key[0], path)

@@ -15,6 +15,7 @@ from omegaconf import MISSING
 class TargetConfig:
     path: str = MISSING  # folder, GGUF file, package:DISTRIBUTION/FILE, or pretrained/NAME
     family: str | None = None  # null: from the checkpoint's own config
+    quantize: str = "none"  # none | fp8 | int8 | int4: what its layers' matrices are kept in
 
 
 @dataclass

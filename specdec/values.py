@@ -51,6 +51,8 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "propose.min_ngram": _at_least(1),
     "propose.max_ngram": _at_least(1),
     "target.path": _PATH,
+    "target.quantize": _one_of("none", "fp8", "int8", "int4"),
+    "quantize": _one_of("none", "fp8", "int8", "int4"),
     "draft.path": _null_or(_PATH),
     "draft.logits_from": _one_of("auto", "shared", "target_rows"),
     "draft.num_draft_rows": _null_or(_at_least(1)),
