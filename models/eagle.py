@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ from specdec.models.blocks import BLOCKS
 from specdec.models.decoder import final_norm
 from specdec.models.head import EagleConfig, EagleHead, init_head, owned
 from specdec.models.layers import linear
+from specdec.models.paged import AttentionFn
 from specdec.models.rope import inv_freq
 
 __all__ = [
@@ -46,8 +46,9 @@ __all__ = [
     "make_vocab_map",
 ]
 
-HeadAttentionFn = Callable[..., Tensor]
-# (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D], layer) -> [..., Hq, D]
+HeadAttentionFn = Callable[..., Tensor] | Sequence[AttentionFn]
+# (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, D], layer) -> [..., Hq, D], or one
+# function without the last argument a layer
 
 
 def combine_aux(head: EagleHead, config: EagleConfig, aux: Sequence[Tensor]) -> Tensor:
@@ -128,7 +129,7 @@ def eagle_block(
             x = fused[..., hidden.shape[-1] :]
     rotation = layers.rotary(freq, positions, x.dtype, block.rope.attention_factor)
     for index in indices:
-        attention = partial(_at_layer, attention_fn, index)
+        attention = _at_layer(attention_fn, index)
         x, residual = family.layer(
             head.layers[index], block, x, residual, rotation, attention, **wide
         )
@@ -160,13 +161,8 @@ def forward(
     """`eagle_block` over a paged batch; `input_ids` [T] are target ids, shifted by one."""
     block = BLOCKS[config.axes.block].block
     attentions = block.attentions(config.block, batch, cache, hidden.dtype)
-
-    def attention_fn(*args: Any) -> Tensor:
-        *inputs, layer = args
-        return attentions[layer](*inputs)
-
     embeds = F.embedding(input_ids, embed)
-    return eagle_block(head, config, embeds, hidden, batch.positions, attention_fn, step, freq)
+    return eagle_block(head, config, embeds, hidden, batch.positions, attentions, step, freq)
 
 
 def eagle_draft(
@@ -264,5 +260,7 @@ def _project(weight: Tensor, hidden: Tensor) -> Tensor:
     return linear(hidden, weight)
 
 
-def _at_layer(attention_fn: HeadAttentionFn, layer: int, *inputs: Tensor) -> Tensor:
-    return attention_fn(*inputs, layer)
+def _at_layer(attention_fn: HeadAttentionFn, layer: int) -> AttentionFn:
+    if callable(attention_fn):
+        return lambda query, key, value: attention_fn(query, key, value, layer)
+    return attention_fn[layer]

@@ -4,7 +4,7 @@ import families
 import pytest
 import test_deepseek
 import torch
-from tiny import Step, make_batch, tiny_config
+from tiny import Step, make_batch, new_cache, tiny_config, tiny_draft, tiny_target
 
 from specdec.kernels.cache_write.reference import HeadNorms, split_and_rotate
 from specdec.kernels.runtime import using
@@ -58,6 +58,24 @@ def test_kernels_equal_torch(family, block_size):
     with using("triton"):
         ours = outputs(target, block_size)
     assert families.relative_error(ours, expected) < 1e-4
+
+
+def test_a_draft_head_runs_fused(monkeypatch):
+    """Its layers' attention is the paged one itself, so that rotation and write are one launch."""
+    from specdec.kernels.cache_write import kernel
+
+    calls, write = [], kernel.cache_write_
+    monkeypatch.setattr(kernel, "cache_write_", lambda *args: calls.append(1) or write(*args))
+    target = tiny_target(device=DEVICE)
+    draft = tiny_draft(target, num_layers=2)
+    batch = make_batch([Step([4, 8, 1, 9, 5], 0, [1, 2])], 4, device=DEVICE)
+    hidden = torch.randn(5, 32, device=DEVICE)
+    expected = draft.forward(batch.input_ids, hidden, batch, new_cache(draft, 4, 4), 0)
+    assert not calls
+    with using("triton"):
+        out = draft.forward(batch.input_ids, hidden, batch, new_cache(draft, 4, 4), 0)
+    assert len(calls) == 2
+    assert families.relative_error(out.for_logits, expected.for_logits) < 1e-4
 
 
 @pytest.mark.parametrize("norms", [False, True])
