@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.moe.plan import takes
-from specdec.kernels.moe.reference import softmax_topk
+from specdec.kernels.moe.reference import grouped_sigmoid_topk, softmax_topk
 from specdec.kernels.runtime import uses_triton
 from specdec.models.layers import gated_mlp, linear, pack, swiglu
 from specdec.models.parts import Part, part
@@ -95,25 +95,12 @@ def grouped_sigmoid_routing(
     normalise: bool,
     scale: float,
 ) -> Routing:
-    """DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2) of rows [N, H], in fp32.
-
-    Groups of experts are ranked by the sum of their two best corrected scores, and only experts of
-    the `top_groups` best can be chosen. The correction [E] decides the choice; the weights come
-    from the uncorrected scores.
-    """
-    scores = linear(hidden.float(), gate.float()).sigmoid()
-    choice = scores + correction
-    if top_groups < num_groups:
-        grouped = choice.unflatten(-1, (num_groups, -1))
-        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)  # [N, groups]
-        chosen = group_scores.topk(top_groups, dim=-1).indices
-        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
-        choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
-    experts = choice.topk(top_k, dim=-1).indices
-    weights = scores.gather(-1, experts)
-    if normalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return Routing(experts, weights * scale, scores)
+    """DeepSeek-V3's router of rows [N, H], in fp32; see `reference.grouped_sigmoid_topk`."""
+    choose = grouped_sigmoid_topk
+    if uses_triton():
+        from specdec.kernels.moe.kernel import grouped_sigmoid_topk as choose
+    logits = linear(hidden.float(), gate.float())
+    return Routing(*choose(logits, correction, top_k, num_groups, top_groups, normalise, scale))
 
 
 def run_experts(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:

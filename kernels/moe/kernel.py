@@ -18,51 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.chain import overlapped
 from specdec.kernels.gated_act.kernel import silu_times
+from specdec.kernels.moe.choice import grouped_sigmoid_topk, softmax_topk
 from specdec.kernels.moe.plan import expert_plan
 from specdec.kernels.runtime import interpreting
 
 SUM_BLOCK = 512
 
-
-@triton.jit
-def _softmax_topk(
-    logits_ptr,  # [M, E]
-    experts_ptr,  # [M, TOP_K] int64
-    weights_ptr,  # [M, TOP_K] fp32
-    scores_ptr,  # [M, E] fp32
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    E_PAD: tl.constexpr,
-    K_PAD: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, E_PAD)
-    inside = expert < E
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    logits = tl.load(logits_ptr + row * E + expert, mask=inside, other=float("-inf"))
-    logits = logits.to(tl.float32)
-    raised = tl.exp(logits - tl.max(logits, axis=0))
-    scores = raised / tl.sum(raised, axis=0)
-    tl.store(scores_ptr + row * E + expert, scores, mask=inside)
-    place = tl.arange(0, K_PAD)
-    experts = tl.zeros((K_PAD,), tl.int32)
-    weights = tl.zeros((K_PAD,), tl.float32)
-    left = tl.where(inside, scores, -1.0)
-    for choice in tl.static_range(TOP_K):
-        best = tl.max(left, axis=0)
-        index = tl.min(tl.where(left == best, expert, E_PAD), axis=0)
-        experts = tl.where(place == choice, index, experts)
-        weights = tl.where(place == choice, best, weights)
-        left = tl.where(expert == index, -1.0, left)
-    if NORMALISE:
-        weights = weights / tl.sum(weights, axis=0)
-    is_choice = place < TOP_K
-    tl.store(experts_ptr + row * TOP_K + place, experts.to(tl.int64), mask=is_choice)
-    tl.store(weights_ptr + row * TOP_K + place, weights, mask=is_choice)
+__all__ = ["grouped_sigmoid_topk", "moe", "softmax_topk"]
 
 
 @triton.jit
@@ -168,31 +130,6 @@ def _weighted_sum(
         place = outputs_ptr + (row * TOP_K + choice) * H + at
         total += weight * tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * H + at, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def softmax_topk(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.softmax_topk`."""
-    logits = logits.contiguous()
-    num_rows, num_experts = logits.shape
-    experts = logits.new_empty((num_rows, top_k), dtype=torch.int64)
-    weights = logits.new_empty((num_rows, top_k), dtype=torch.float32)
-    scores = logits.new_empty((num_rows, num_experts), dtype=torch.float32)
-    if num_rows:
-        launch: Any = _softmax_topk[(num_rows,)]
-        launch(
-            logits,
-            experts,
-            weights,
-            scores,
-            E=num_experts,
-            TOP_K=top_k,
-            E_PAD=triton.next_power_of_2(num_experts),
-            K_PAD=triton.next_power_of_2(top_k),
-            NORMALISE=normalise,
-            num_warps=1 if num_experts <= 256 else 4,
-            **overlapped(),
-        )
-    return experts, weights, scores
 
 
 def moe(hidden: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -22,6 +22,39 @@ def softmax_topk(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, T
     return experts, weights, scores
 
 
+def grouped_sigmoid_topk(
+    logits: Tensor,
+    correction: Tensor,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """DeepSeek-V3's choice (arXiv 2412.19437, section 2.1.2) of rows [M, E].
+
+    Groups of experts are ranked by the sum of their two best corrected scores, and only experts of
+    the `top_groups` best can be chosen. The correction [E] decides the choice; the weights come
+    from the uncorrected scores.
+
+    Returns:
+        As `softmax_topk`, with the weights times `scale` and experts by falling corrected score.
+    """
+    scores = logits.float().sigmoid()
+    choice = scores + correction
+    if top_groups < num_groups:
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)  # [M, groups]
+        chosen = group_scores.topk(top_groups, dim=-1).indices
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, chosen, True)
+        choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+    experts = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return experts, weights * scale, scores
+
+
 def moe(hidden: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs: rows [M, H] -> [M, H] in their dtype.
 

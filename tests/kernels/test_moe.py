@@ -11,6 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter cuts bfloat16 off where a GPU rounds
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 3e-2}
 MODULE = "specdec.kernels.moe.kernel"
+CHOICE = "specdec.kernels.moe.choice"
 
 
 def inputs(num_rows, num_experts, top_k, size=40, inner=24, dtype=torch.float32, skew=False):
@@ -86,6 +87,25 @@ def test_softmax_topk(num_experts, top_k, normalise):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_groups", "top_groups"),
+    [(8, 2, 4, 2), (36, 5, 3, 2), (256, 8, 8, 4), (6, 2, 1, 1)],
+)
+def test_grouped_sigmoid_topk(num_experts, top_k, num_groups, top_groups, normalise):
+    from specdec.kernels.moe import kernel
+
+    torch.manual_seed(0)
+    logits = torch.randn(5, num_experts, device=DEVICE)
+    correction = torch.randn(num_experts, device=DEVICE) / 3
+    arguments = (logits, correction, top_k, num_groups, top_groups, normalise, 2.5)
+    ours = kernel.grouped_sigmoid_topk(*arguments)
+    expected = reference.grouped_sigmoid_topk(*arguments)
+    assert torch.equal(ours[0], expected[0])
+    for mine, theirs in zip(ours[1:], expected[1:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
 def test_equal_scores_take_the_lower_ids():
     from specdec.kernels.moe import kernel
 
@@ -131,10 +151,6 @@ def test_compiles_for_sm90():
             items.append(
                 Compile(MODULE, "_expert_products", signature, constants, plan.warps, plan.stages)
             )
-    for result in compile_sm90(items):
-        assert result.spilled == 0
-        assert "cp.async.cg.shared.global" in result.ptx
-        assert "mma.sync" in result.ptx
     signature = {"outputs_ptr": "*bf16", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
     constants = {"H": 2048, "TOP_K": 8, "BLOCK": 512, "OVERLAP": True}
     rest = [Compile(MODULE, "_weighted_sum", signature, constants, 2)]
@@ -144,5 +160,12 @@ def test_compiles_for_sm90():
     constants = {
         "E": 128, "TOP_K": 8, "E_PAD": 128, "K_PAD": 8, "NORMALISE": True, "OVERLAP": True
     }  # fmt: skip
-    rest.append(Compile(MODULE, "_softmax_topk", signature, constants, 1))
-    assert all(result.spilled == 0 for result in compile_sm90(rest))
+    rest.append(Compile(CHOICE, "_softmax_topk", signature, constants, 1))
+    signature = signature | {"logits_ptr": "*fp32", "correction_ptr": "*fp32", "scale": "fp32"}
+    constants = constants | {"E": 256, "E_PAD": 256, "GROUPS": 8, "TOP_GROUPS": 4, "G_PAD": 8}
+    rest.append(Compile(CHOICE, "_grouped_sigmoid_topk", signature, constants, 1))
+    results = compile_sm90(items + rest)
+    assert all(result.spilled == 0 for result in results)
+    for result in results[: len(items)]:
+        assert "cp.async.cg.shared.global" in result.ptx
+        assert "mma.sync" in result.ptx
