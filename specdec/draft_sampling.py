@@ -1,16 +1,17 @@
 """Drafts drawn from a draft's logits, and q: exactly the distribution that each was drawn from."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.kernels.categorical.reference import categorical
-from specdec.keys import Keys, Purpose, target_exponential, uniform
+from specdec.kernels.draft_sample.reference import MODES, KeptRows
+from specdec.kernels.runtime import uses_triton
+from specdec.keys import Keys, Purpose
 from specdec.models.batch import VocabMap
-from specdec.sampling import kept_probs, race_winners, row_distribution
-from specdec.state import DraftDist
+from specdec.sampling import kept_probs
+from specdec.state import GREEDY_EPSILON, DraftDist
 
 
 class DraftSample(NamedTuple):
@@ -18,7 +19,7 @@ class DraftSample(NamedTuple):
 
     token_ids: Tensor  # [n] int64 target ids
     is_delta: Tensor  # [n] bool, True where the proposal is one-hot and q goes unread
-    logits: Tensor  # [n, V_draft], -inf at padding columns
+    logits: Tensor  # [n, V_draft], -inf at padding columns where q is read
     max: Tensor  # [n] fp32
     inv_temperature: Tensor  # [n] fp32
     cutoff: Tensor  # [n] fp32
@@ -54,41 +55,108 @@ def sample_draft(
         offset: the draft's index j in the round, so that it sits at position `round_start + j`.
         vocab_map: set where the draft's vocabulary is reduced.
     """
-    if mode not in ("greedy", "sample", "shared"):
-        raise ValueError(f"draft sampling {mode!r} is not one of greedy, sample, shared")
-    dist = row_distribution(
+    q = _buffers(logits) if mode == "sample" and not all_greedy else None
+    token_ids, is_delta = _draw_(
         logits,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
         vocab_size=vocab_size,
+        keys=keys,
+        offset=offset,
+        mode=mode,
+        vocab_map=vocab_map,
         filters=filters,
-        all_greedy=all_greedy or mode == "greedy",
+        all_greedy=all_greedy,
+        keep=q,
     )
-    real = logits[:, :vocab_size]
-    is_delta = torch.ones_like(dist.greedy)
-    ids = dist.argmax
-    if mode == "shared" and not all_greedy:
-        lanes = vocab_size if vocab_map is None else vocab_map.t2d.shape[0]
-        race = target_exponential(keys.seeds, keys.round_start + offset, lanes)
-        race = race if vocab_map is None else race[:, vocab_map.d2t]
-        ids = race_winners(real, dist, race)
-    elif mode == "sample" and not all_greedy:
-        is_delta = dist.greedy | (dist.argmax < 0)
-        probs = kept_probs(real, dist.max, dist.inv_temperature, dist.cutoff, dist.lse)
-        drawn = categorical(probs, uniform(keys, Purpose.DRAFT, offset))
-        ids = torch.where(is_delta, dist.argmax, drawn)
-    ids = ids.clamp(min=0)
-    return DraftSample(
-        token_ids=ids if vocab_map is None else vocab_map.d2t[ids],
-        is_delta=is_delta,
-        logits=pad(real, (0, logits.shape[1] - vocab_size), value=-torch.inf),
-        max=dist.max,
-        inv_temperature=dist.inv_temperature,
-        cutoff=dist.cutoff,
-        lse=dist.lse,
+    if q is None:  # every proposal is one-hot
+        zeros = torch.zeros_like(temperature)
+        return DraftSample(token_ids, is_delta, logits, zeros, zeros, zeros, zeros)
+    return DraftSample(token_ids, is_delta, *q[:5])
+
+
+def sample_draft_(
+    q: DraftDist,
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    vocab_size: int,
+    keys: Keys,
+    offset: int,
+    mode: str,
+    filters: bool = True,
+    all_greedy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`sample_draft` that leaves q of draft `offset` in the buffers, written as it is read.
+
+    Rows that propose one-hot in every request (any mode but `sample`, or `all_greedy`) leave
+    nothing. Buffers without columns (`V_draft` 0: no rule wants q) are not written either.
+
+    Returns:
+        Target ids [n] int64, and [n] bool, True where the proposal is one-hot.
+    """
+    keep = None
+    if mode == "sample" and not all_greedy and q.logits.shape[2]:
+        keep = KeptRows(
+            logits=q.logits[:, offset],
+            max=q.max[:, offset],
+            inv_temperature=q.inv_temperature,
+            cutoff=q.cutoff[:, offset],
+            lse=q.lse[:, offset],
+            slots=q.slots,
+        )
+    return _draw_(
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        vocab_size=vocab_size,
+        keys=keys,
+        offset=offset,
+        mode=mode,
+        vocab_map=q.vocab_map,
+        filters=filters,
+        all_greedy=all_greedy,
+        keep=keep,
     )
+
+
+def _draw_(
+    *rows: Tensor,
+    keys: Keys,
+    mode: str,
+    vocab_map: VocabMap | None,
+    **flags: Any,
+) -> tuple[Tensor, Tensor]:
+    if mode not in MODES:
+        raise ValueError(f"draft sampling {mode!r} is not one of {', '.join(MODES)}")
+    if uses_triton():
+        from specdec.kernels.draft_sample.kernel import draft_sample_
+    else:
+        from specdec.kernels.draft_sample.reference import draft_sample_
+    return draft_sample_(
+        *rows,
+        epsilon=GREEDY_EPSILON,
+        seeds=keys.seeds,
+        round_start=keys.round_start,
+        purpose=int(Purpose.TARGET if mode == "shared" else Purpose.DRAFT),
+        mode=mode,
+        d2t=None if vocab_map is None else vocab_map.d2t,
+        **flags,
+    )
+
+
+def _buffers(logits: Tensor) -> KeptRows:
+    n = logits.shape[0]
+    max, inv_temperature, cutoff, lse = logits.new_empty(4, n, dtype=torch.float32)
+    slots = torch.arange(n, device=logits.device)
+    return KeptRows(torch.empty_like(logits), max, inv_temperature, cutoff, lse, slots)
 
 
 def draft_probs(q: DraftDist, index: Tensor, num_ids: int) -> Tensor:

@@ -3,7 +3,33 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels.row_stats.reference import RowStats, row_stats
+
 SLACK = 1e-6  # relative: a boundary that real numbers meet exactly is met in fp32 too
+
+
+def filtered_rows(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    vocab_size: int,
+    epsilon: float,
+    invalid: int,
+) -> RowStats:
+    """Statistics of rows [n, V] after temperature, then top-k, top-p on what is left, min-p.
+
+    Args:
+        logits, temperature, vocab_size, epsilon, invalid: as in `row_stats`.
+        top_k, top_p, min_p: as in `cutoff`.
+    """
+    stats = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
+    top, inv_temperature, *_ = row_stats(logits, temperature, **stats)
+    scaled = (logits[:, :vocab_size].float() - top[:, None]) * inv_temperature[:, None]
+    cut = cutoff(scaled, top_k, top_p, min_p)
+    return row_stats(logits, temperature, cutoff=cut, **stats)
 
 
 def cutoff(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
