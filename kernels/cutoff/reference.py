@@ -26,8 +26,9 @@ def filtered_rows(
         top_k, top_p, min_p: as in `cutoff`.
     """
     stats = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
-    top, inv_temperature, *_ = row_stats(logits, temperature, **stats)
-    scaled = (logits[:, :vocab_size].float() - top[:, None]) * inv_temperature[:, None]
+    real = logits[:, :vocab_size].float()
+    inv_temperature = torch.where(temperature < epsilon, 1.0, 1.0 / temperature)
+    scaled = (real - real.amax(-1, keepdim=True)) * inv_temperature[:, None]
     cut = cutoff(scaled, top_k, top_p, min_p)
     return row_stats(logits, temperature, cutoff=cut, **stats)
 

@@ -68,7 +68,7 @@ def row_stats(
     weights = scaled.exp()
     if cutoff is not None:
         weights = torch.where(scaled >= cutoff[:, None], weights, 0.0)
-    size = block_size(vocab_size)
+    size = min(block_size(vocab_size), vocab_size)  # a small vocabulary is one block, unpadded
     blocks = torch.nn.functional.pad(weights, (0, -vocab_size % size))
     mass = blocks.view(logits.shape[0], -1, size).sum(-1)
     cut = zeros - torch.inf if cutoff is None else cutoff
