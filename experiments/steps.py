@@ -95,7 +95,6 @@ def lockstep(
             rounds += len(outputs)
             committed += sum(len(output.token_ids) for output in outputs)
             on_full_step(num_full)
-            now = time.perf_counter() if num_full == 1 else now
         last, was_full = now, full
     kept = intervals[SETTLE:] or intervals
     return Pass(kept, committed / max(rounds, 1), num_tokens, time.perf_counter() - began)

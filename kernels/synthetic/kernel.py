@@ -73,14 +73,14 @@ def decide(
     per_request = isinstance(wanted, Tensor)
     launch: Any = _decide[(num_requests,)]
     launch(
-        wanted if per_request else num_drafts,
+        wanted.contiguous() if per_request else num_drafts,
         0 if per_request else wanted,
         draft_token_ids.contiguous(),
-        num_drafts,
-        cu_num_logits,
-        batch_rows,
+        num_drafts.contiguous(),
+        cu_num_logits.contiguous(),
+        batch_rows.contiguous(),
         token_ids.contiguous(),
-        num_accepted,
+        num_accepted.contiguous(),
         new_token_ids,
         new_rows,
         counts,
