@@ -237,7 +237,8 @@ def traced(engine: Engine, requests: Sequence[Request], num_steps: int) -> Trace
         (event.name, event.time_range.start, event.time_range.end)
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
+        and not event.is_user_annotation
+        and not event.name.endswith(" Sync")  # the host's waits, where they are recorded
     ]
     return trace(spans, last - first) if spans else None
 

@@ -8,6 +8,7 @@ An op is a folder with a `bench.py` that has `cases(device) -> list[Case]`.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import statistics
@@ -131,11 +132,23 @@ def seconds_of(case: Case) -> list[float]:
 
 def timings(
     op: str, bandwidth: float, measure: Callable[[Case], Sequence[float]] = seconds_of
-) -> Iterator[Timing]:
-    """Each case of an op, as soon as it is timed."""
-    module = importlib.import_module(f"specdec.kernels.{op}.bench")
-    for case in module.cases(torch.device("cuda")):
-        yield timing(op, case, measure(case), bandwidth)
+) -> Iterator[Timing | str]:
+    """Each case of an op as soon as it is timed, or in one line what went wrong with it."""
+    name = op
+    try:
+        module = importlib.import_module(f"specdec.kernels.{op}.bench")
+        for case in module.cases(torch.device("cuda")):
+            name = f"{op}, {case.name}"
+            try:
+                yield timing(op, case, measure(case), bandwidth)
+            except Exception as error:
+                yield _failure(name, error)
+    except Exception as error:
+        yield _failure(name, error)
+
+
+def _failure(name: str, error: Exception) -> str:
+    return " ".join(f"{name}: {type(error).__name__}: {error}".split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,14 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEADER, flush=True)
     rows, failed = [], False
     for op in args.ops or ops():
-        try:
-            for row in timings(op, bandwidth):
+        for row in timings(op, bandwidth):
+            if isinstance(row, str):
+                failed = True
+                print(row, file=sys.stderr, flush=True)
+            else:
                 rows.append(row)
                 print(line(row), flush=True)
-        except Exception as error:
-            failed = True
-            text = " ".join(str(error).split())
-            print(f"{op}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()  # inputs of one op are no room for the next one's
     if args.json:
         record = {
             "device": torch.cuda.get_device_name(),

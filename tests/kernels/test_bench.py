@@ -46,6 +46,21 @@ def test_every_case_is_timed(monkeypatch):
     assert [(row.case, row.num_bytes) for row in rows] == [("one", 100), ("two", 200)]
 
 
+def test_a_case_that_fails_does_not_stop_the_others(monkeypatch):
+    def measure(case):
+        if case.name == "bad":
+            raise RuntimeError("out of\nmemory")
+        return [1e-6]
+
+    module = types.ModuleType("bench")
+    module.cases = lambda device: [Case(name, lambda: 0, 100) for name in ("bad", "good")]
+    monkeypatch.setitem(sys.modules, "specdec.kernels.fake.bench", module)
+    monkeypatch.setitem(sys.modules, "specdec.kernels.fake", types.ModuleType("fake"))
+    failure, row = bench.timings("fake", 1e9, measure)
+    assert failure == "fake, bad: RuntimeError: out of memory"
+    assert row.case == "good"
+
+
 def test_one_line_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main([]) == 1
