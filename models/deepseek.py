@@ -138,8 +138,8 @@ def deepseek_moe(
     )
     if observe is not None:
         observe(routing)
-    out = run_experts(params.experts, rows, routing).view(hidden.shape)
-    return out if params.shared is None else out + mlp(params.shared, hidden)
+    shared = None if params.shared is None else mlp(params.shared, rows)
+    return run_experts(params.experts, rows, routing, shared).view(hidden.shape)
 
 
 def pack_layer(layer: DeepseekLayer) -> DeepseekLayer:

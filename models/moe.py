@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.moe.plan import takes
-from specdec.kernels.moe.reference import grouped_sigmoid_topk, softmax_topk
+from specdec.kernels.moe.reference import add_shared, grouped_sigmoid_topk, softmax_topk
 from specdec.kernels.runtime import uses_triton
 from specdec.models.layers import gated_mlp, linear, pack, swiglu
 from specdec.models.parts import Part, part
@@ -103,17 +103,30 @@ def grouped_sigmoid_routing(
     return Routing(*choose(logits, correction, top_k, num_groups, top_groups, normalise, scale))
 
 
-def run_experts(experts: Experts, hidden: Tensor, routing: Routing) -> Tensor:
-    """Weighted sum of the chosen experts' outputs: rows [N, H] -> [N, H] in the rows' dtype."""
+def run_experts(
+    experts: Experts,
+    hidden: Tensor,
+    routing: Routing,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Weighted sum of the chosen experts' outputs: rows [N, H] -> [N, H] in the rows' dtype.
+
+    Args:
+        shared: [N, H] output of an expert for all rows, to add.
+        shared_gate: [N, 1]; its sigmoid multiplies `shared`.
+    """
     if experts.down.requires_grad and experts.down.shape[0] <= DENSE_EXPERTS:
-        return _dense(experts, hidden, routing)
+        return add_shared(_dense(experts, hidden, routing), shared, shared_gate)
     if uses_triton() and takes(hidden, *experts, routing.experts):
         from specdec.kernels.moe.kernel import moe
 
-        return moe(hidden, *experts, routing.experts, routing.weights)
+        chosen = (routing.experts, routing.weights)
+        return moe(hidden, *experts, *chosen, shared, shared_gate)
     form = {"gather": _gather, "grouped": _grouped, "loop": _loop}[_form(experts, routing)]
     out = form(experts, hidden, routing.experts)  # [N, k, H]
-    return (out * routing.weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
+    out = (out * routing.weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
+    return add_shared(out, shared, shared_gate)
 
 
 def softmax_moe(

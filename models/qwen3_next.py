@@ -171,8 +171,8 @@ def shared_expert_moe(
     )
     if observe is not None:
         observe(routing)
-    shared = mlp(params.shared, rows) * linear(rows, params.shared_gate).sigmoid()
-    return (run_experts(params.experts, rows, routing) + shared).view(hidden.shape)
+    shared, gate = mlp(params.shared, rows), linear(rows, params.shared_gate)
+    return run_experts(params.experts, rows, routing, shared, gate).view(hidden.shape)
 
 
 def mixings(

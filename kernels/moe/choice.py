@@ -103,10 +103,10 @@ def _grouped_sigmoid_topk(
         group_scores = tl.full((G_PAD,), float("-inf"), tl.float32)
         for index in tl.static_range(GROUPS):
             own = tl.where(group_of == index, choice, float("-inf"))
-            _, best = _best(own, own, expert, 2, E_PAD, 2)
+            _at, best = _best(own, own, expert, 2, E_PAD, 2)
             group_scores = tl.where(group == index, tl.sum(best, axis=0), group_scores)
         is_allowed = expert < 0
-        for _ in tl.static_range(TOP_GROUPS):
+        for _taken in tl.static_range(TOP_GROUPS):
             best_score = tl.max(group_scores, axis=0)
             at = tl.min(tl.where(group_scores == best_score, group, G_PAD), axis=0)
             is_allowed = is_allowed | (group_of == at)

@@ -112,6 +112,8 @@ def _expert_products(
 def _weighted_sum(
     outputs_ptr,  # [M, TOP_K, H]
     weights_ptr,  # [M, TOP_K] fp32
+    shared_ptr,  # [M, H], or None
+    gate_ptr,  # [M], or None
     out_ptr,  # [M, H]
     H: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -129,10 +131,25 @@ def _weighted_sum(
         weight = tl.load(weights_ptr + row * TOP_K + choice)
         place = outputs_ptr + (row * TOP_K + choice) * H + at
         total += weight * tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * H + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    dtype = out_ptr.dtype.element_ty
+    if shared_ptr is not None:  # rounded where the single ops round
+        shared = tl.load(shared_ptr + row * H + at, mask=inside, other=0.0).to(tl.float32)
+        if gate_ptr is not None:
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + row).to(tl.float32)))
+            shared = (shared * gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        total = total.to(dtype).to(tl.float32) + shared
+    tl.store(out_ptr + row * H + at, total.to(dtype), mask=inside)
 
 
-def moe(hidden: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def moe(
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
     """As `reference.moe`, for few rows (`plan.takes`); all inputs contiguous."""
     num_rows, top_k = experts.shape
     num_experts, size, inner_size = down.shape
@@ -144,7 +161,18 @@ def moe(hidden: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights:
     outputs = hidden.new_empty(num_rows * top_k, size)
     _products(inner, down, experts, outputs, num_experts, share=1, gated=False)
     launch: Any = _weighted_sum[(num_rows, triton.cdiv(size, SUM_BLOCK))]
-    launch(outputs, weights, out, H=size, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=2, **overlapped())
+    launch(
+        outputs,
+        weights,
+        shared,
+        shared_gate,
+        out,
+        H=size,
+        TOP_K=top_k,
+        BLOCK=SUM_BLOCK,
+        num_warps=2,
+        **overlapped(),
+    )
     return out
 
 

@@ -55,7 +55,22 @@ def grouped_sigmoid_topk(
     return experts, weights * scale, scores
 
 
-def moe(hidden: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def add_shared(out: Tensor, shared: Tensor | None, shared_gate: Tensor | None) -> Tensor:
+    """out + shared * sigmoid(shared_gate), rows [M, H] and gates [M, 1]; None leaves a term out."""
+    if shared is None:
+        return out
+    return out + (shared if shared_gate is None else shared * shared_gate.sigmoid())
+
+
+def moe(
+    hidden: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
     """Weighted sum of the chosen experts' outputs: rows [M, H] -> [M, H] in their dtype.
 
     Args:
@@ -63,10 +78,12 @@ def moe(hidden: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights:
         down: [E, H, I].
         experts: [M, k] int64.
         weights: [M, k] fp32.
+        shared: [M, H] to add, see `add_shared`.
+        shared_gate: [M, 1].
     """
     out = []
     for row, chosen in zip(hidden, experts, strict=True):
         inner = gated_act(gate_up[chosen] @ row)  # [k, I]
         out.append(torch.einsum("khi,ki->kh", down[chosen], inner))
     outputs = torch.stack(out) * weights.unsqueeze(-1)
-    return outputs.sum(dim=-2).to(hidden.dtype)
+    return add_shared(outputs.sum(dim=-2).to(hidden.dtype), shared, shared_gate)

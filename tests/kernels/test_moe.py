@@ -52,6 +52,16 @@ def test_moe(num_rows, num_experts, top_k, skew, dtype):
     close(kernel.moe(*arguments), reference.moe(*arguments))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_shared_expert_is_added(dtype):
+    from specdec.kernels.moe import kernel
+
+    arguments = inputs(3, 5, 2, dtype=dtype)
+    shared, gate = torch.randn_like(arguments[0]), torch.randn(3, 1).to(DEVICE, dtype)
+    for more in ((shared,), (shared, gate)):
+        close(kernel.moe(*arguments, *more), reference.moe(*arguments, *more))
+
+
 def test_odd_sizes_and_no_rows():
     from specdec.kernels.moe import kernel
 
@@ -151,7 +161,8 @@ def test_compiles_for_sm90():
             items.append(
                 Compile(MODULE, "_expert_products", signature, constants, plan.warps, plan.stages)
             )
-    signature = {"outputs_ptr": "*bf16", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
+    signature = dict.fromkeys(("outputs_ptr", "shared_ptr", "gate_ptr", "out_ptr"), "*bf16")
+    signature["weights_ptr"] = "*fp32"
     constants = {"H": 2048, "TOP_K": 8, "BLOCK": 512, "OVERLAP": True}
     rest = [Compile(MODULE, "_weighted_sum", signature, constants, 2)]
     signature = {
