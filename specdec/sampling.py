@@ -54,10 +54,10 @@ def row_distribution(
         all_greedy: True promises that every row is greedy: temperature and filters go unread.
     """
     if uses_triton():
+        parameters = temperature, top_k, top_p, min_p
         return _from_kernels(
-            logits, temperature, top_k, top_p, min_p, vocab_size, filters and not all_greedy,
-            all_greedy,
-        )  # fmt: skip
+            logits, *parameters, vocab_size, filters and not all_greedy, all_greedy
+        )
     top, argmax = logits[:, :vocab_size].max(-1)
     finite = torch.isfinite(top)
     argmax = torch.where(finite, argmax, INVALID_TOKEN_ID)
@@ -87,6 +87,9 @@ def row_distribution(
     )
 
 
+KNOWN = {"epsilon": GREEDY_EPSILON, "invalid": INVALID_TOKEN_ID}
+
+
 def _from_kernels(
     logits: Tensor,
     temperature: Tensor,
@@ -97,15 +100,18 @@ def _from_kernels(
     filters: bool,
     all_greedy: bool,
 ) -> RowDist:
-    from specdec.kernels.row_stats.kernel import peaks, row_stats, with_cutoff
-
-    known = {"vocab_size": vocab_size, "epsilon": GREEDY_EPSILON, "invalid": INVALID_TOKEN_ID}
     if not filters:
-        return RowDist(*row_stats(logits, temperature, all_greedy=all_greedy, **known))
-    stats = peaks(logits, temperature, **known)
-    scaled = scaled_logits(logits[:, :vocab_size], stats.max, stats.inv_temperature)
-    cut = filter_cutoff(scaled, top_k, top_p, min_p)
-    return RowDist(*with_cutoff(logits, stats, cut, vocab_size))
+        from specdec.kernels.row_stats.kernel import row_stats
+
+        stats = row_stats(
+            logits, temperature, vocab_size=vocab_size, all_greedy=all_greedy, **KNOWN
+        )
+        return RowDist(*stats)
+    from specdec.kernels.cutoff.kernel import filtered_rows
+
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    parameters = (t.contiguous() for t in (temperature, top_k, top_p, min_p))
+    return RowDist(*filtered_rows(logits, *parameters, vocab_size=vocab_size, **KNOWN))
 
 
 def make_dist(
@@ -151,11 +157,10 @@ def process_logits(logits: Tensor, state: State, batch: Batch, *, vocab_size: in
             logits,
             state.temperature,
             vocab_size=vocab_size,
-            epsilon=GREEDY_EPSILON,
-            invalid=INVALID_TOKEN_ID,
             all_greedy=batch.all_greedy,
             slots=batch.request_slots,
             cu_num_logits=batch.cu_num_logits,
+            **KNOWN,
         )
         return TargetDist(
             logits=logits,
@@ -165,13 +170,20 @@ def process_logits(logits: Tensor, state: State, batch: Batch, *, vocab_size: in
             all_greedy=batch.all_greedy,
             **stats._asdict(),
         )
-    slots = batch.request_slots[row_requests(batch.cu_num_logits, logits.shape[0])]
+    sampling = state.temperature, state.top_k, state.top_p, state.min_p
+    if uses_triton():
+        from specdec.kernels.row_stats.kernel import request_rows
+
+        rows = request_rows(logits.shape[0], batch.request_slots, batch.cu_num_logits, *sampling)
+    else:
+        slots = batch.request_slots[row_requests(batch.cu_num_logits, logits.shape[0])]
+        rows = tuple(parameter[slots] for parameter in sampling)
     return make_dist(
         logits,
-        temperature=state.temperature[slots],
-        top_k=state.top_k[slots],
-        top_p=state.top_p[slots],
-        min_p=state.min_p[slots],
+        temperature=rows[0],
+        top_k=rows[1],
+        top_p=rows[2],
+        min_p=rows[3],
         cu_num_logits=batch.cu_num_logits,
         batch_rows=batch.logits_indices,
         vocab_size=vocab_size,

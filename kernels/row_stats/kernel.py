@@ -153,38 +153,64 @@ def _row_stats(
 
 
 @triton.jit
-def _kept_mass(
-    logits_ptr,
-    row_stride,
-    max_ptr,
-    inv_temperature_ptr,
-    cutoff_ptr,  # [n] as the filters gave it
-    block_mass_ptr,
-    num_blocks,
-    vocab_size,
-    BLOCK: tl.constexpr,
+def _request_rows(
+    slots_ptr,  # [R]
+    cu_num_logits_ptr,  # [R + 1]
+    num_requests,
+    temperature_ptr,  # [S] and so on
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    out_ptr,  # [3, n] fp32 temperature, top_p, min_p
+    out_k_ptr,  # [n] int64
+    num_rows,
+    REQUESTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    entry = tl.program_id(0).to(tl.int64)
-    row = entry // num_blocks
-    ids = (entry % num_blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits_ptr + row * row_stride, ids, vocab_size)
-    scaled = (x - tl.load(max_ptr + row)) * tl.load(inv_temperature_ptr + row)
-    kept = scaled >= tl.load(cutoff_ptr + row)
-    tl.store(block_mass_ptr + entry, tl.sum(tl.where(kept, tl.exp(scaled), 0.0), axis=0))
-
-
-@triton.jit
-def _kept_lse(
-    block_mass_ptr, num_blocks, max_ptr, greedy_ptr, given_ptr, cutoff_ptr, lse_ptr,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS)
-    mass = tl.load(block_mass_ptr + row * num_blocks + at, mask=at < num_blocks, other=0.0)
-    total = tl.sum(mass, axis=0)
-    if (tl.abs(tl.load(max_ptr + row)) < INFINITY) & (tl.load(greedy_ptr + row) == 0):
-        tl.store(cutoff_ptr + row, tl.load(given_ptr + row))
-        tl.store(lse_ptr + row, tl.log(total))
+    slot = tl.load(slots_ptr + owner_of(row, cu_num_logits_ptr, num_requests, REQUESTS))
+    tl.store(out_ptr + row, tl.load(temperature_ptr + slot))
+    tl.store(out_ptr + num_rows + row, tl.load(top_p_ptr + slot))
+    tl.store(out_ptr + 2 * num_rows + row, tl.load(min_p_ptr + slot))
+    tl.store(out_k_ptr + row, tl.load(top_k_ptr + slot))
+
+
+def request_rows(
+    num_rows: int,
+    slots: Tensor,
+    cu_num_logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sampling parameters [S] of slots as those of logits rows [num_rows], in the same order.
+
+    Args:
+        slots: [R] int64; cu_num_logits: [R + 1] int64, as in `reference.row_stats`.
+    """
+    out, out_k = temperature.new_empty(3, num_rows), top_k.new_empty(num_rows)
+    if num_rows:
+        launch: Any = _request_rows[(num_rows,)]
+        launch(
+            slots,
+            cu_num_logits,
+            slots.shape[0],
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            out,
+            out_k,
+            num_rows,
+            REQUESTS=triton.next_power_of_2(slots.shape[0]),
+            num_warps=1,
+            **overlapped(),
+        )
+    return out[0], out_k, out[1], out[2]
 
 
 def row_stats(
@@ -195,95 +221,13 @@ def row_stats(
     epsilon: float,
     invalid: int,
     all_greedy: bool = False,
-    cutoff: Tensor | None = None,
     slots: Tensor | None = None,
     cu_num_logits: Tensor | None = None,
 ) -> RowStats:
     """Statistics of rows [n, V]; arguments as in `reference.row_stats`."""
-    stats = _unfiltered(
-        logits,
-        temperature,
-        vocab_size=vocab_size,
-        epsilon=epsilon,
-        invalid=invalid,
-        all_greedy=all_greedy,
-        sums=not all_greedy and cutoff is None,
-        slots=slots,
-        cu_num_logits=cu_num_logits,
-    )
-    return stats if cutoff is None or all_greedy else with_cutoff(logits, stats, cutoff, vocab_size)
-
-
-def peaks(
-    logits: Tensor, temperature: Tensor, *, vocab_size: int, epsilon: float, invalid: int
-) -> RowStats:
-    """`row_stats` without sums, for rows whose cutoff comes from their maximum (`with_cutoff`)."""
-    return _unfiltered(
-        logits,
-        temperature,
-        vocab_size=vocab_size,
-        epsilon=epsilon,
-        invalid=invalid,
-        all_greedy=False,
-        sums=False,
-        slots=None,
-        cu_num_logits=None,
-    )
-
-
-def with_cutoff(logits: Tensor, stats: RowStats, cutoff: Tensor, vocab_size: int) -> RowStats:
-    """`peaks` completed by the filters' threshold [n]: one more read, for what they keep."""
-    n, (size, num_blocks) = logits.shape[0], _blocks(vocab_size)
-    mass = torch.empty(n, num_blocks, dtype=torch.float32, device=logits.device)
-    cutoff = cutoff.contiguous()
-    if n:
-        launch: Any = _kept_mass[(n * num_blocks,)]
-        launch(
-            logits,
-            logits.stride(0),
-            stats.max,
-            stats.inv_temperature,
-            cutoff,
-            mass,
-            num_blocks,
-            vocab_size,
-            BLOCK=size,
-            num_warps=size // 512,
-        )
-        finish: Any = _kept_lse[(n,)]
-        finish(
-            mass,
-            num_blocks,
-            stats.max,
-            stats.greedy,
-            cutoff,
-            stats.cutoff,
-            stats.lse,
-            BLOCKS=triton.next_power_of_2(num_blocks),
-            num_warps=1,
-        )
-    return stats._replace(block_mass=mass)
-
-
-def _blocks(vocab_size: int) -> tuple[int, int]:
-    size = block_size(vocab_size)
-    return size, triton.cdiv(vocab_size, size)
-
-
-def _unfiltered(
-    logits: Tensor,
-    temperature: Tensor,
-    *,
-    vocab_size: int,
-    epsilon: float,
-    invalid: int,
-    all_greedy: bool,
-    sums: bool,
-    slots: Tensor | None,
-    cu_num_logits: Tensor | None,
-) -> RowStats:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    n, (size, num_blocks) = logits.shape[0], _blocks(vocab_size)
+    n, size = logits.shape[0], block_size(vocab_size)
+    num_blocks, sums = triton.cdiv(vocab_size, size), not all_greedy
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)

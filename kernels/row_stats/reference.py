@@ -13,7 +13,7 @@ class RowStats(NamedTuple):
 
     max: Tensor  # [n] fp32; not finite on an invalid row
     inv_temperature: Tensor  # [n] fp32, 1 on greedy rows
-    cutoff: Tensor  # [n] fp32: +inf on invalid rows, 0 on greedy ones, -inf or the given one
+    cutoff: Tensor  # [n] fp32: +inf on invalid rows, 0 on greedy ones, -inf or the filters' own
     lse: Tensor  # [n] fp32, log of the sum of exp(x) where x >= cutoff; 0 on greedy rows
     greedy: Tensor  # [n] bool
     argmax: Tensor  # [n] int64, lowest id on ties, `invalid` on rows that are not finite
@@ -46,7 +46,8 @@ def row_stats(
         temperature: [n] fp32, greedy below `epsilon`; with `slots` [S], see there.
         invalid: the argmax of a row that has a NaN or no finite maximum.
         all_greedy: every row is greedy and only its maximum matters; temperature goes unread.
-        cutoff: [n] fp32 threshold on x, where rows have filters.
+        cutoff: [n] fp32 threshold on x where rows have filters. The kernels of filtered rows are
+            `kernels.cutoff`'s, so that the kernel of this op has no such argument.
         slots: [R] int64; row i then takes temperature[slots[r]] of the request r that owns it, as
             `cu_num_logits` [R + 1] says (rows past the last belong to the last).
     """
@@ -65,13 +66,11 @@ def row_stats(
     greedy = temperature < epsilon
     inv_temperature = torch.where(greedy, 1.0, 1.0 / temperature)
     scaled = (real - top[:, None]) * inv_temperature[:, None]
-    weights = scaled.exp()
-    if cutoff is not None:
-        weights = torch.where(scaled >= cutoff[:, None], weights, 0.0)
+    cut = torch.full_like(top, -torch.inf) if cutoff is None else cutoff
+    weights = torch.where(scaled >= cut[:, None], scaled.exp(), 0.0)
     size = min(block_size(vocab_size), vocab_size)  # a small vocabulary is one block, unpadded
     blocks = torch.nn.functional.pad(weights, (0, -vocab_size % size))
     mass = blocks.view(logits.shape[0], -1, size).sum(-1)
-    cut = zeros - torch.inf if cutoff is None else cutoff
     return RowStats(
         max=top,
         inv_temperature=inv_temperature,

@@ -42,15 +42,12 @@ def check(got, expected, valid):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "width"), SIZES)
-@pytest.mark.parametrize("case", ["plain", "all_greedy", "cutoff", "owned"])
+@pytest.mark.parametrize("case", ["plain", "all_greedy", "owned"])
 def test_equals_reference(vocab_size, width, dtype, case):
     logits, temperature = rows(8, width, vocab_size, dtype)
     options = {"vocab_size": vocab_size, "epsilon": 1e-5, "invalid": -2}
     if case == "all_greedy":
         options["all_greedy"] = True
-    if case == "cutoff":
-        cutoff = torch.linspace(-6, 0, 8).to(DEVICE)
-        options["cutoff"] = cutoff
     if case == "owned":
         temperature = torch.tensor([0.3, 1.0, 0.0, 0.9], device=DEVICE)
         options["slots"] = torch.tensor([3, 0, 1, 2], device=DEVICE)
@@ -59,6 +56,17 @@ def test_equals_reference(vocab_size, width, dtype, case):
     valid = expected.argmax >= 0
     assert int((~valid).sum()) == 3
     check(kernel.row_stats(logits, temperature, **options), expected, valid)
+
+
+def test_parameters_of_requests_become_those_of_rows():
+    cu_num_logits = torch.tensor([0, 3, 3, 4, 6], device=DEVICE)
+    slots = torch.tensor([5, 0, 2, 1], device=DEVICE)
+    floats = torch.rand(3, 6, device=DEVICE)
+    top_k = torch.arange(6, device=DEVICE) + 40
+    got = kernel.request_rows(8, slots, cu_num_logits, floats[0], top_k, floats[1], floats[2])
+    rows = torch.tensor([5, 5, 5, 2, 1, 1, 1, 1], device=DEVICE)
+    for ours, theirs in zip(got, (floats[0], top_k, floats[1], floats[2]), strict=True):
+        assert torch.equal(ours, theirs[rows])
 
 
 def test_no_rows():
@@ -93,19 +101,16 @@ def test_compiles_for_sm_90():
                     size // 512,
                 )
             )
-        kept = {"max_ptr": "*fp32", "inv_temperature_ptr": "*fp32", "cutoff_ptr": "*fp32"}
-        kept |= {"block_mass_ptr": "*fp32", "num_blocks": "i32"}
-        compiles.append(
-            compiling.Compile(module, "_kept_mass", rows | kept, {"BLOCK": size}, size // 512)
-        )
     for sums, requests, greedy in ((True, 64, False), (False, 0, True), (False, 0, False)):
         types = owners | outputs | blocks | {"block_mass_ptr": "*fp32", "greedy_ptr": "*i1"}
         types |= {"argmax_ptr": "*i64", "epsilon": "fp32", "invalid": "i32"}
         constants = {"BLOCKS": 32, "REQUESTS": requests, "SUMS": sums, "ALL_GREEDY": greedy}
         constants["OVERLAP"] = True
         compiles.append(compiling.Compile(module, "_row_stats", types, constants, 1))
-    lse = {f"{n}_ptr": "*fp32" for n in ("block_mass", "max", "given", "cutoff", "lse")}
-    lse |= {"greedy_ptr": "*i1", "num_blocks": "i32"}
-    compiles.append(compiling.Compile(module, "_kept_lse", lse, {"BLOCKS": 64}, 1))
+    types = {"slots_ptr": "*i64", "cu_num_logits_ptr": "*i64", "num_requests": "i32"}
+    types |= {f"{n}_ptr": "*fp32" for n in ("temperature", "top_p", "min_p", "out")}
+    types |= {"top_k_ptr": "*i64", "out_k_ptr": "*i64", "num_rows": "i32"}
+    constants = {"REQUESTS": 64, "OVERLAP": True}
+    compiles.append(compiling.Compile(module, "_request_rows", types, constants, 1))
     for built in compiling.compile_sm90(compiles):
         assert built.spilled == 0
