@@ -7,7 +7,7 @@ a tile has one scale.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -67,6 +67,20 @@ def _fp8_linear(
     )
 
 
+class Tiles(NamedTuple):
+    rows: int
+    cols: int
+    stages: int
+
+
+def tiles_for(num_rows: int, num_outputs: int) -> Tiles:
+    """Programs enough to fill the chip twice, and stages enough for some 30 KB on their way to each
+    multiprocessor."""
+    rows = max(16, min(64, triton.next_power_of_2(num_rows)))
+    cols = 64 if num_outputs >= 16384 else 32 if num_outputs >= 8192 else 16
+    return Tiles(rows, cols, 4 if rows > 16 else {16: 10, 32: 8, 64: 6}[cols])
+
+
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `reference.fp8_linear`, for contiguous tensors."""
     x = x.contiguous()
@@ -75,9 +89,7 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     out = x.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return out
-    rows = max(16, min(64, triton.next_power_of_2(num_rows)))
-    # enough programs to fill the chip twice, and with them enough bytes on their way
-    cols = 64 if num_outputs >= 16384 else 32 if num_outputs >= 8192 else 16
+    rows, cols, stages = tiles_for(num_rows, num_outputs)
     grid = (triton.cdiv(num_outputs, cols), triton.cdiv(num_rows, rows))
     launch: Any = _fp8_linear[grid]
     launch(
@@ -95,6 +107,6 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
         BIASED=bias is not None,
         UPCAST=interpreting() or x.dtype == torch.float32,
         num_warps=4,
-        num_stages=6 if rows <= 16 else 4,
+        num_stages=stages,
     )
     return out

@@ -1,5 +1,6 @@
 """The kernels' bench: what it finds, what it computes, what it says without a GPU."""
 
+import importlib
 import json
 import sys
 import types
@@ -32,6 +33,11 @@ def test_ops_are_folders_with_a_bench(tmp_path, monkeypatch):
         (tmp_path / name / "bench.py").touch()
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     assert bench.ops() == ["a", "b"]
+
+
+@pytest.mark.parametrize("op", bench.ops())
+def test_every_bench_has_cases(op):
+    assert callable(importlib.import_module(f"specdec.kernels.{op}.bench").cases)
 
 
 def test_every_case_is_timed(monkeypatch):

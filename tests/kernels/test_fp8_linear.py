@@ -55,9 +55,11 @@ def test_compiles():
     signature = {"x_ptr": "*bf16", "weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
     signature |= {"bias_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32"}
     module, compiles = "specdec.kernels.fp8_linear.kernel", []
-    for rows, cols, stages, size in ((16, 16, 6, 4096), (16, 64, 6, 1000), (64, 32, 4, 4096)):
-        constants = {"N": 4096, "K": size, "ROWS": rows, "COLS": cols, "BLOCK": 128}
+    for num_rows, outputs, size in ((4, 4096, 4096), (4, 28672, 1000), (64, 8192, 4096)):
+        rows, cols, stages = kernel.tiles_for(num_rows, outputs)
+        constants = {"N": outputs, "K": size, "ROWS": rows, "COLS": cols, "BLOCK": 128}
         constants |= {"BIASED": size == 1000, "UPCAST": False}
         compiles.append(Compile(module, "_fp8_linear", signature, constants, 4, stages))
     for built in compile_sm90(compiles):
         assert built.spilled == 0
+        assert "cvt.rn.f16x2.e4m3x2" in built.ptx
