@@ -1,7 +1,7 @@
 """Time stamps that a kernel writes: they work inside CUDA graphs and need no profiler.
 
 A stamp runs when everything before it on the stream is done, so the difference of two is the time
-between them, gaps included (and the stamp's own launch, 1 to 2 µs in a graph).
+between them, gaps and the stamp itself included.
 """
 
 from __future__ import annotations

@@ -200,3 +200,20 @@ def test_what_is_refused(override, said, tmp_path, monkeypatch, capsys):
     argv = [*MINIATURE, f"hydra.run.dir={tmp_path}", override]
     assert call(speed.main, argv, monkeypatch) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_on_a_gpu(temperature, tmp_path, monkeypatch):
+    """From graphs: the parts, stamped inside them, add up to the step; the profiler sees kernels."""
+    argv = [*MINIATURE, "device=cuda", "dtype=bfloat16", "sampling.max_tokens=120"]
+    argv += [f"sampling.temperature={temperature}", f"hydra.run.dir={tmp_path}"]
+    assert call(speed.main, argv, monkeypatch) == 0
+    for row in json.loads((tmp_path / "speed.json").read_text())["rows"]:
+        parts = ("target", "verification", "postprocess", "drafting", "rest")
+        assert sum(row[f"{part}_ms"] for part in parts) == pytest.approx(row["step_ms"], rel=0.5)
+        assert row["tokens_per_step"] == 3
+        assert 0 <= row["idle_share"] < 1
+        assert row["num_kernels"] > 20
+        assert 0 < row["floor_ms"] < row["step_ms"]
+    assert all(json.loads((tmp_path / "kernels.json").read_text()).values())
