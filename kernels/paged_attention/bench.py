@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.kernels.bench import Case
 from specdec.kernels.paged_attention.kernel import paged_attention
+from specdec.kernels.paged_attention.plan import Plan
 from specdec.kernels.paged_attention.reference import fold_groups, folded_attention
 
 BLOCK_SIZE = 16
@@ -43,28 +44,32 @@ def cases(device: torch.device) -> list[Case]:
     """Bytes are the visible keys and values, read once, and the rows; torch is the baseline."""
     made = []
     for batch in (1, 2, 4, 8, 16, 32, 64):
-        made.append(_case(f"8B, {batch} x 4 rows, 128-400 keys", LLAMA, _decoding(batch), device))
+        made.append(case(f"8B, {batch} x 4 rows, 128-400 keys", LLAMA, decoding(batch), device))
     for batch in (1, 64):
-        rows = _decoding(batch, num_rows=1)
-        made.append(_case(f"8B, {batch} x 1 row, 128-400 keys", LLAMA, rows, device))
-    made.append(_case("8B, 1 x 4 rows, 8192 keys", LLAMA, [(4, 8188)], device))
-    made.append(_case("8B, 64 x 4 rows, 2048 keys", LLAMA, [(4, 2044)] * 64, device))
-    made.append(_case("8B, prefill of 16 x 128", LLAMA, [(128, 0)] * 16, device))
-    made.append(_case("8B, prefill of 2 x 4096", LLAMA, [(4096, 0)] * 2, device))
-    mixed = [*_decoding(31), (128, 0)]
-    made.append(_case("8B, 31 x 4 rows and a prefill of 128", LLAMA, mixed, device))
+        rows = decoding(batch, num_rows=1)
+        made.append(case(f"8B, {batch} x 1 row, 128-400 keys", LLAMA, rows, device))
+    made.append(case("8B, 1 x 4 rows, 8192 keys", LLAMA, [(4, 8188)], device))
+    made.append(case("8B, 64 x 4 rows, 2048 keys", LLAMA, [(4, 2044)] * 64, device))
+    made.append(case("8B, prefill of 16 x 128", LLAMA, [(128, 0)] * 16, device))
+    made.append(case("8B, prefill of 2 x 4096", LLAMA, [(4096, 0)] * 2, device))
+    mixed = [*decoding(31), (128, 0)]
+    made.append(case("8B, 31 x 4 rows and a prefill of 128", LLAMA, mixed, device))
     for heads in (LATENT_16, LATENT_128):
         for batch in (1, 64):
             name = f"latent, {heads.query} heads, {batch} x 2 rows, 128-400 keys"
-            made.append(_case(name, heads, _decoding(batch, num_rows=2), device))
+            made.append(case(name, heads, decoding(batch, num_rows=2), device))
     return made
 
 
-def _decoding(batch: int, num_rows: int = 4) -> Rows:
+def decoding(batch: int, num_rows: int = 4) -> Rows:
+    """Requests of as many rows each, with 128 to 400 keys."""
     return [(num_rows, 124 + 272 * index // max(batch - 1, 1)) for index in range(batch)]
 
 
-def _case(name: str, heads: Heads, rows: Rows, device: torch.device) -> Case:
+def case(
+    name: str, heads: Heads, rows: Rows, device: torch.device, plan: Plan | None = None
+) -> Case:
+    """One call's time, cut by `plan`; `rows` of each request."""
     counts = [count for count, _ in rows]
     lens = [count + before for count, before in rows]
     width = -(-max(TABLE_KEYS, *lens) // BLOCK_SIZE)
@@ -100,6 +105,7 @@ def _case(name: str, heads: Heads, rows: Rows, device: torch.device) -> Case:
         max_query_len=max(counts),
         scale=scale,
         value_dim=heads.value_dim,
+        plan=plan,
         **batch,
     )
     widths = heads.dim if heads.shared else heads.dim + heads.value_dim

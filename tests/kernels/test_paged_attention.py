@@ -10,6 +10,7 @@ import torch
 from compiling import Compile, compile_sm90
 from torch import Tensor
 
+from specdec.kernels.paged_attention.plan import plan_for
 from specdec.kernels.paged_attention.reference import fold_groups, paged_attention
 from specdec.models.batch import AttentionGroup, Batch
 
@@ -335,26 +336,22 @@ def test_trees(shape, starts):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (128, 1)])
 def test_tiles_cover_any_mix_of_rows(num_rows, requests, heads, kv_heads):
     """However rows fall to requests, the tiles that the host counted are enough."""
-    from specdec.kernels.paged_attention.kernel import plan_launch
-
     cuts = torch.randint(num_rows + 1, (requests - 1,)).sort().values.tolist()
     starts = [0, *cuts, num_rows]
     longest = max(b - a for a, b in pairwise(starts))
     repeats = heads // kv_heads
-    launch = plan_launch(num_rows, requests, longest, heads, kv_heads, 128, 512, 2, 132)
-    first = [start * repeats // launch.rows + r for r, start in enumerate(starts)]
-    if launch.tiles_per_request:
-        first = [launch.tiles_per_request * r for r in range(requests + 1)]
+    plan = plan_for(num_rows, requests, longest, heads, kv_heads, 128, 512, 2, 132)
+    first = [start * repeats // plan.rows + r for r, start in enumerate(starts)]
+    if plan.tiles_per_request:
+        first = [plan.tiles_per_request * r for r in range(requests + 1)]
     for r, (a, b) in enumerate(pairwise(starts)):
-        assert first[r + 1] - first[r] >= -(-(b - a) * repeats // launch.rows)
-    assert first[requests] <= launch.tiles
-    assert launch.splits == 1 or launch.tiles * kv_heads * launch.splits <= 132
+        assert first[r + 1] - first[r] >= -(-(b - a) * repeats // plan.rows)
+    assert first[requests] <= plan.tiles
+    assert plan.splits == 1 or plan.tiles * kv_heads * plan.splits <= 132
 
 
 def test_compiles_for_sm90():
     """At the shapes of an 8B model, of DeepSeek-V3 and of Qwen3-Next, cut as the host cuts them."""
-    from specdec.kernels.paged_attention.kernel import plan_launch
-
     compiles = []
     for kind, heads, kv_heads, dim, value_dim, shared, tree, requests, rows in [
         ("bf16", 32, 8, 128, 128, False, False, 1, 4),
@@ -364,7 +361,7 @@ def test_compiles_for_sm90():
         ("bf16", 16, 2, 256, 256, False, False, 64, 4),
         ("fp32", 32, 8, 128, 128, False, False, 8, 4),
     ]:
-        plan = plan_launch(
+        plan = plan_for(
             requests * rows, requests, rows, heads, kv_heads, value_dim, 512,
             2 if kind == "bf16" else 4, 132,
         )  # fmt: skip
@@ -396,8 +393,8 @@ def test_compiles_for_sm90():
         }
         compiles.append(
             Compile(
-                "specdec.kernels.paged_attention.kernel",
-                "_paged_attention",
+                "specdec.kernels.paged_attention.program",
+                "attention_program",
                 {name: kind for name, kind in signature.items() if name not in absent},
                 {**constants, **dict.fromkeys(absent)},
                 plan.num_warps,
