@@ -205,7 +205,7 @@ def test_what_is_refused(override, said, tmp_path, monkeypatch, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_on_a_gpu(temperature, tmp_path, monkeypatch):
-    """From graphs: the parts, stamped inside them, add up to the step; the profiler sees kernels."""
+    """From graphs: the parts stamped inside them add up to the step; the profiler sees kernels."""
     argv = [*MINIATURE, "device=cuda", "dtype=bfloat16", "sampling.max_tokens=120"]
     argv += [f"sampling.temperature={temperature}", f"hydra.run.dir={tmp_path}"]
     assert call(speed.main, argv, monkeypatch) == 0
