@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.categorical.reference import BLOCK
+from specdec.kernels.chain import overlapped
 from specdec.kernels.cutoff.reference import SLACK
 from specdec.kernels.cutoff.scan import Scan, inverse_temperature, scan
 from specdec.kernels.cutoff.search import (
@@ -75,7 +77,11 @@ def _select(
     TILE: tl.constexpr,
     MASS_BLOCK: tl.constexpr,  # ids of one mass, a multiple of BLOCK
     MASSES: tl.constexpr,  # of a row
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     dtype = logits_ptr.dtype.element_ty
@@ -305,6 +311,7 @@ def select(
         MASS_BLOCK=mass_block,
         MASSES=masses,
         num_warps=8,
+        **overlapped(),
     )
     return rows
 
@@ -322,8 +329,9 @@ def filtered_rows(
 ) -> RowStats:
     """As `reference.filtered_rows`, in two launches: a read of the logits, and a program a row.
 
-    Rows of `logits` are contiguous, as are the other inputs.
+    The other inputs are contiguous.
     """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     scanned = scan(logits, temperature, vocab_size, epsilon, chunks=True)
     known = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
     return select(logits, scanned, temperature, top_k, top_p, min_p, **known)

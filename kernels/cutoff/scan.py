@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.categorical.reference import BLOCK
+from specdec.kernels.chain import overlapped
 from specdec.kernels.row_stats.reference import block_size
 
 MAX_CHUNKS = 4096  # chunk maxima of a row that one program holds
@@ -52,7 +54,11 @@ def _scan(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,  # keep chunk maxima
     COPY: tl.constexpr,  # write the row, -inf at padding, to its slot
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCK // CHUNK)
@@ -137,5 +143,6 @@ def scan(
         CHUNKS=chunks,
         COPY=copy is not None,
         num_warps=2 * blocks,
+        **overlapped(),
     )
     return Scan(block_max, block_sum, chunk_max, chunk)

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.categorical.reference import BLOCK
+from specdec.kernels.chain import overlapped
 from specdec.kernels.cutoff.kernel import select
 from specdec.kernels.cutoff.scan import Scan, inverse_temperature, scan
 from specdec.kernels.draft_sample.reference import KeptRows
@@ -63,7 +65,11 @@ def _greedy(
     vocab_size,
     TILE: tl.constexpr,
     MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     lane = tl.arange(0, TILE)
@@ -111,7 +117,11 @@ def _draw(
     BLOCKS: tl.constexpr,
     MAPPED: tl.constexpr,
     KEEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     scale = inverse_temperature(temperature, epsilon)
@@ -183,7 +193,11 @@ def _draw_kept(
     BLOCKS: tl.constexpr,
     MAPPED: tl.constexpr,
     KEEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     masses = tl.load(mass_ptr + row * num_blocks + block, mask=block < num_blocks, other=0.0)
@@ -292,6 +306,7 @@ def _greedy_(
         TILE=min(16384, triton.next_power_of_2(vocab_size)),
         MAPPED=d2t is not None,
         num_warps=32 if vocab_size > 8192 else 4,
+        **overlapped(),
     )
 
 
@@ -331,6 +346,7 @@ def _draw_(
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=4,
+        **overlapped(),
         **flags,
     )
 
@@ -359,5 +375,6 @@ def _draw_kept_(
         BLOCK=size,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=size // 256,
+        **overlapped(),
         **flags,
     )

@@ -209,6 +209,7 @@ def test_compiles_for_sm90():
         "vocab_size": "i32", "num_blocks": "i32", "num_chunks": "i32", "num_masses": "i32",
         "epsilon": "fp32", "invalid": "i32",
     }  # fmt: skip
+    overlap = {"OVERLAP": True}
     compiles = []
     for dtype, kind in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         compiles += [
@@ -216,7 +217,7 @@ def test_compiles_for_sm90():
                 "specdec.kernels.cutoff.scan",
                 "_scan",
                 scan | {"logits_ptr": kind, "chunk_max_ptr": kind, "copy_ptr": kind},
-                {"BLOCK": 1024, "BLOCKS": 4, "CHUNK": 32, "CHUNKS": True, "COPY": True},
+                {"BLOCK": 1024, "BLOCKS": 4, "CHUNK": 32, "CHUNKS": True, "COPY": True} | overlap,
                 num_warps=8,
             ),
             Compile(
@@ -226,7 +227,7 @@ def test_compiles_for_sm90():
                 {
                     "EXCLUDED": EXCLUDED[dtype], "SLACK": 1e-6, "BLOCK": 1024, "BLOCKS": 128,
                     "CHUNK": 32, "CHUNKS": 4096, "CANDIDATES": 2048, "MAX_J": 1024, "TILE": 4096,
-                    "MASS_BLOCK": 4096, "MASSES": 32,
+                    "MASS_BLOCK": 4096, "MASSES": 32, "OVERLAP": True,
                 },
                 num_warps=8,
             ),

@@ -182,11 +182,12 @@ def test_compiles_for_sm90():
     out = {"d2t_ptr": "*i64", "token_ptr": "*i64", "delta_ptr": "*i1"}
     seeds = {"seeds_ptr": "*i64", "round_start_ptr": "*i64"}
     module = "specdec.kernels.draft_sample.kernel"
+    overlap = {"OVERLAP": True}
     compiles = []
     for dtype in ("bf16",):
         row = {"logits_ptr": f"*{dtype}", "row_stride": "i32", "vocab_size": "i32"}
         compiles += [
-            Compile(module, "_greedy", row | out, {"TILE": 16384, "MAPPED": True}, num_warps=32),
+            Compile(module, "_greedy", row | out, {"TILE": 16384, "MAPPED": True} | overlap, num_warps=32),
             Compile(
                 module,
                 "_draw",
@@ -194,7 +195,7 @@ def test_compiles_for_sm90():
                     "temperature_ptr": "*fp32", "block_max_ptr": "*fp32", "block_sum_ptr": "*fp32",
                     "num_blocks": "i32", "offset": "i32", "epsilon": "fp32",
                 },
-                {"PURPOSE": 0, "BLOCK": 1024, "BLOCKS": 128, "MAPPED": True, "KEEP": True},
+                {"PURPOSE": 0, "BLOCK": 1024, "BLOCKS": 128, "MAPPED": True, "KEEP": True} | overlap,
             ),
             Compile(
                 module,
@@ -205,7 +206,7 @@ def test_compiles_for_sm90():
                     "row_argmax_ptr": "*i64", "mass_ptr": "*fp32", "num_blocks": "i32",
                     "offset": "i32",
                 },
-                {"PURPOSE": 0, "BLOCK": 4096, "BLOCKS": 32, "MAPPED": True, "KEEP": True},
+                {"PURPOSE": 0, "BLOCK": 4096, "BLOCKS": 32, "MAPPED": True, "KEEP": True} | overlap,
                 num_warps=16,
             ),
         ]  # fmt: skip
