@@ -98,6 +98,14 @@ def test_preemption_equals_plain(target):
     assert engine.num_preemptions > 0
 
 
+@pytest.mark.slow
+def test_kernels_equal_plain(target, plain, texts):
+    """Chunks and windows on the Triton kernels, in the interpreter where there is no GPU."""
+    propose, prompts = scripted(texts, 101, mixed), PROMPTS[:2]
+    results = run(target, prompts, propose=propose, max_num_batched_tokens=13, kernels="triton")
+    assert ids_of(results) == plain[:2]
+
+
 def varying(numbers):
     """The scheduler with another K at every step, over and over."""
     calls = {"n": 0}

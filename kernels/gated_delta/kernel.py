@@ -1,7 +1,7 @@
 """A DeltaNet layer's recurrence over a step in Triton: see `reference.delta_step_`.
 
-One launch where no request has more rows than a verifier may reject, two where some do; the
-operands of the rule are made from the raw rows inside.
+One launch where no request has more rows than a verifier may reject, three where some do. The
+window kernel makes the rule's operands from the raw rows itself.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.gated_delta.norm import gated_norm_kernel
-from specdec.kernels.gated_delta.prefill import delta_prefill_kernel
+from specdec.kernels.gated_delta.prefill import convolve_kernel, delta_prefill_kernel
 from specdec.kernels.gated_delta.reference import WindowPlan
 from specdec.kernels.gated_delta.rows import TAPS
 from specdec.kernels.gated_delta.window import delta_window_kernel, plan_windows_kernel
+from specdec.kernels.runtime import interpreting
 
 FULL_GPU = 4096  # one-warp programs past which wider ones, which share more work, are faster
 CHUNK = 64  # most rows of a prefill chunk
@@ -105,23 +107,68 @@ def delta_step_(
         **shared,
     )
     if max_query_len > window:
-        block = prefill_block(num_requests * num_heads, value_dim)
-        exact = inputs.dtype == torch.float32
-        launch = delta_prefill_kernel[(num_heads * triton.cdiv(value_dim, block), num_requests)]
-        launch(
-            *tensors,
-            query_start,
-            request_slots,
-            inputs.stride(0),
-            BLOCK=block,
-            ROWS=max(16, min(CHUNK, triton.next_power_of_2(max_query_len))),
-            PRECISION="ieee" if exact else "tf32",
-            SOLVE_PRECISION="ieee" if exact else "tf32x3",
-            num_warps=8,
-            num_stages=1,
-            **shared,
-        )
+        _prefill_(tensors, query_start, request_slots, max_query_len, shared)
     return out
+
+
+def _prefill_(
+    tensors: tuple[Tensor, ...],
+    query_start: Tensor,
+    request_slots: Tensor,
+    max_query_len: int,
+    shared: dict[str, int],
+) -> None:
+    """The rows of prefill chunks; `tensors` and `shared` are the window kernel's."""
+    inputs, conv, decay_log, step_bias, states, stored, out, rows, arrived = tensors
+    num_requests, (channels, width), window = len(request_slots), conv.shape, shared["WINDOW"]
+    mixed = inputs.new_empty(len(inputs) + num_requests * (window - 1), channels)
+    launch: Any = convolve_kernel[(triton.cdiv(len(mixed), 32), triton.cdiv(channels, 128))]
+    launch(
+        inputs,
+        conv,
+        stored,
+        mixed,
+        rows,
+        query_start,
+        request_slots,
+        inputs.stride(0),
+        num_requests,
+        len(mixed),
+        C=channels,
+        N=inputs.shape[1],
+        W=width,
+        WINDOW=window,
+        REQUESTS=triton.next_power_of_2(num_requests),
+        ROWS=32,
+        CHANNELS=min(128, triton.next_power_of_2(channels)),
+    )
+    num_heads, value_dim = states.shape[1], states.shape[3]
+    block = prefill_block(num_requests * num_heads, value_dim)
+    low = inputs.dtype == torch.bfloat16
+    launch = delta_prefill_kernel[(num_heads * triton.cdiv(value_dim, block), num_requests)]
+    launch(
+        inputs,
+        mixed,
+        decay_log,
+        step_bias,
+        states,
+        stored,
+        out,
+        rows,
+        arrived,
+        query_start,
+        request_slots,
+        inputs.stride(0),
+        BLOCK=block,
+        ROWS=max(16, min(CHUNK, triton.next_power_of_2(max_query_len))),
+        OPERAND=tl.bfloat16 if low and not interpreting() else tl.float32,
+        PRECISION="ieee",
+        SOLVE_PRECISION="tf32x3" if low else "ieee",
+        LOOSE_PRECISION="tf32" if low else "ieee",
+        num_warps=8,
+        num_stages=1,
+        **shared,
+    )
 
 
 def window_config(num_states: int, value_dim: int) -> tuple[int, int]:

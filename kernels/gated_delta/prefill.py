@@ -1,4 +1,4 @@
-"""The prefill kernel: chunks of rows, each with one triangular system solved by small products."""
+"""The prefill kernels: the convolution, then chunks of rows, each a small triangular system."""
 
 from __future__ import annotations
 
@@ -9,41 +9,82 @@ from specdec.kernels.gated_delta.rows import (
     decay_of,
     keep_rows_,
     keep_shared_rows_,
-    silu,
     strength_of,
-    tap_weights,
     text_rows,
 )
 
 
 @triton.jit
-def convolved(
-    stored,
-    inputs,
-    conv_ptr,
+def convolve_kernel(
+    inputs_ptr,  # [T, N] of any row stride
+    conv_ptr,  # [C, W]
+    stored_ptr,  # [S, KEPT, N]
+    mixed_ptr,  # [T + R * (WINDOW - 1), C], written
+    plan_ptr,  # [R, 4] int32
+    query_start_ptr,  # [R + 1]
+    slots_ptr,  # [R]
     stride,
-    first,
-    line,  # [rows, 1]
-    channel,  # [1, D]
-    is_channel,  # [1, D]
-    is_row,  # [rows, 1]
-    edge,
-    end,
-    old,
-    like,
-    W: tl.constexpr,
+    num_requests,
+    num_rows,  # of `mixed`
+    C: tl.constexpr,
     N: tl.constexpr,
+    W: tl.constexpr,
+    WINDOW: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """silu of the convolution at text rows first + line, in fp32."""
-    mask = is_row & is_channel
-    total = text_rows(stored, inputs, stride, first, line, channel, mask, edge, end, old, N)
-    total *= tap_weights(conv_ptr, channel, is_channel, 3, W)
-    for back in tl.static_range(1, W):
-        rows = text_rows(
-            stored, inputs, stride, first - back, line, channel, mask, edge, end, old, N
+    """silu of the convolution over the folded and new rows of each prefill chunk.
+
+    Request r's rows follow each other from row query_start[r] + r * (WINDOW - 1) of `mixed` on.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    other = tl.arange(0, REQUESTS)
+    bound = tl.load(query_start_ptr + 1 + other, mask=other < num_requests, other=0)
+    bound += (other + 1) * (WINDOW - 1)
+    passed = (bound[None, :] <= row[:, None]) & (other < num_requests)[None, :]
+    request = tl.minimum(tl.sum(passed.to(tl.int32), axis=1), num_requests - 1)
+    start = tl.load(query_start_ptr + request)
+    num_valid = tl.load(plan_ptr + request * 4)
+    count = tl.load(plan_ptr + request * 4 + 1)
+    old = tl.load(plan_ptr + request * 4 + 3) == 0
+    slot = tl.load(slots_ptr + request)
+    at = (row - (start + request * (WINDOW - 1))).to(tl.int32)  # among the request's own
+    is_row = (row < num_rows) & (num_valid > WINDOW) & (at < count + num_valid)
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    is_channel = channel < C
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for tap in tl.static_range(0, W):
+        t = at + tap  # stored row, or past the last committed one a new row
+        new = t - (W - 1 + count)
+        kept = tl.load(
+            stored_ptr + (slot * (W + WINDOW - 2) + t)[:, None] * N + channel,
+            mask=(is_row & old & (new < 0))[:, None] & is_channel,
+            other=0.0,
         )
-        total += rows * tap_weights(conv_ptr, channel, is_channel, 3 - back, W)
-    return silu(total, like)
+        rows = tl.load(
+            inputs_ptr + (start + new)[:, None] * stride + channel,
+            mask=(is_row & (new >= 0))[:, None] & is_channel,
+            other=0.0,
+        )
+        weight = tl.load(conv_ptr + channel * W + tap, mask=is_channel, other=0.0).to(tl.float32)
+        total += (kept.to(tl.float32) + rows.to(tl.float32)) * weight
+    tl.store(
+        mixed_ptr + row.to(tl.int64)[:, None] * C + channel,
+        (total / (1 + tl.exp(-total))).to(mixed_ptr.dtype.element_ty),
+        mask=is_row[:, None] & is_channel,
+    )
+
+
+@triton.jit
+def mixed_dot(exact, wide, PRECISION: tl.constexpr):
+    """exact @ wide in fp32: against bf16 rows, fp32 ones count as the sum of two bf16 ones."""
+    if exact.dtype == tl.bfloat16:
+        high = wide.to(tl.bfloat16)
+        low = (wide - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(exact, high) + tl.dot(exact, low)
+    else:
+        return tl.dot(exact, wide, input_precision=PRECISION)
 
 
 @triton.jit
@@ -80,7 +121,7 @@ def solve_unit_lower(system, right, ROWS: tl.constexpr, PRECISION: tl.constexpr)
 @triton.jit
 def delta_prefill_kernel(
     inputs_ptr,  # [T, N] of any row stride
-    conv_ptr,  # [C, W]
+    mixed_ptr,  # [T + R * (WINDOW - 1), C] of `convolve_kernel`
     decay_log_ptr,  # [HV]
     bias_ptr,  # [HV]
     states_ptr,  # [S, HV, DK, DV] fp32
@@ -102,11 +143,16 @@ def delta_prefill_kernel(
     REPEAT_PAD: tl.constexpr,
     KEPT_PAD: tl.constexpr,
     ROWS: tl.constexpr,  # of a chunk
-    PRECISION: tl.constexpr,  # of products,
-    SOLVE_PRECISION: tl.constexpr,  # and of those that solve the system
+    OPERAND: tl.constexpr,  # type of queries and keys in products: bf16 holds bf16 rows exactly
+    PRECISION: tl.constexpr,  # of fp32 products with them,
+    SOLVE_PRECISION: tl.constexpr,  # of those that solve the system,
+    LOOSE_PRECISION: tl.constexpr,  # and of the one that only makes outputs
 ):
-    """One program a (request, value head, block of value dimensions) of more than WINDOW real rows;
-    see `reference.gated_delta_chunked` for the formulas."""
+    """One program a (request, value head, block of value dimensions) of more than WINDOW real rows.
+
+    See `reference.gated_delta_chunked` for the formulas. Products take queries and keys as the
+    convolution leaves them, which bf16 holds, and their lengths are divided out afterwards.
+    """
     BLOCKS: tl.constexpr = (DV + BLOCK - 1) // BLOCK
     REPEAT: tl.constexpr = HV // HK
     C: tl.constexpr = 2 * HK * DK + HV * DV
@@ -132,6 +178,7 @@ def delta_prefill_kernel(
         state = tl.load(state_at, mask=is_state & old, other=0.0)
         stored = stored_ptr + slot * (KEPT * N)
         inputs = inputs_ptr + start * stride
+        mixed = mixed_ptr + (start + request * (WINDOW - 1)) * C
         edge = W - 1 + count
         end = edge + num_valid
         query_at = (key_head * DK + dim)[None, :]
@@ -149,26 +196,12 @@ def delta_prefill_kernel(
             at = first + line
             t = count * 0 + (W - 1 + first)
             is_row = at < total
-            tall = line[:, None]
             dims, values, rows = is_dim[None, :], is_value[None, :], is_row[:, None]
-            key = convolved(
-                stored,
-                inputs,
-                conv_ptr,
-                stride,
-                t,
-                tall,
-                key_at,
-                dims,
-                rows,
-                edge,
-                end,
-                old,
-                inputs_ptr,
-                W,
-                N,
+            key = tl.load(mixed + at[:, None] * C + key_at, mask=rows & dims, other=0.0).to(
+                tl.float32
             )
-            key *= tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)[:, None]
+            key_scale = tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)
+            key = key.to(OPERAND)
             strength = text_rows(
                 stored, inputs, stride, t, line, C + head, is_row, edge, end, old, N
             )
@@ -182,50 +215,26 @@ def delta_prefill_kernel(
                 tl.where(lower, since[:, None] - since[None, :], float("-inf"))
             )  # row i, column j <= i: what is left at i of what j wrote
             turned = tl.trans(key)
-            system = tl.dot(key, turned, input_precision=PRECISION) * between * beta[:, None]
+            between *= key_scale[None, :]
+            system = tl.dot(key, turned, input_precision=PRECISION) * between
+            system *= (beta * key_scale)[:, None]
             system = tl.where(line[:, None] > line[None, :], system, 0.0)
-            value = convolved(
-                stored,
-                inputs,
-                conv_ptr,
-                stride,
-                t,
-                tall,
-                value_at,
-                values,
-                rows,
-                edge,
-                end,
-                old,
-                inputs_ptr,
-                W,
-                N,
+            value = tl.load(mixed + at[:, None] * C + value_at, mask=rows & values, other=0.0).to(
+                tl.float32
             )
-            past = tl.exp(since)[:, None]
-            seen = value - past * tl.dot(key, state, input_precision=PRECISION)
+            past = tl.exp(since)
+            seen = value - (past * key_scale)[:, None] * mixed_dot(key, state, PRECISION)
             delta = solve_unit_lower(system, beta[:, None] * seen, ROWS, SOLVE_PRECISION)
 
-            query = convolved(
-                stored,
-                inputs,
-                conv_ptr,
-                stride,
-                t,
-                tall,
-                query_at,
-                dims,
-                rows,
-                edge,
-                end,
-                old,
-                inputs_ptr,
-                W,
-                N,
+            query = tl.load(mixed + at[:, None] * C + query_at, mask=rows & dims, other=0.0).to(
+                tl.float32
             )
-            query *= tl.rsqrt(tl.sum(query * query, axis=1) + 1e-6)[:, None] * (DK**-0.5)
+            query_scale = tl.rsqrt(tl.sum(query * query, axis=1) + 1e-6) * (DK**-0.5)
+            query = query.to(OPERAND)
             scores = tl.dot(query, turned, input_precision=PRECISION) * between
-            out = past * tl.dot(query, state, input_precision=PRECISION)
-            out += tl.dot(scores, delta, input_precision=PRECISION)
+            scores *= query_scale[:, None]
+            out = (past * query_scale)[:, None] * mixed_dot(query, state, PRECISION)
+            out += tl.dot(scores, delta, input_precision=LOOSE_PRECISION)
             row = (start + (at - count))[:, None]
             tl.store(
                 out_ptr + (row * HV + head) * DV + value_dim[None, :],
@@ -233,8 +242,8 @@ def delta_prefill_kernel(
                 mask=((at >= count) & (at < passed))[:, None] & is_value[None, :],
             )
             whole = tl.sum(decay, axis=0)
-            written = tl.trans(key * tl.exp(whole - since)[:, None])
-            state = state * tl.exp(whole) + tl.dot(written, delta, input_precision=PRECISION)
+            delta *= (key_scale * tl.exp(whole - since))[:, None]
+            state = state * tl.exp(whole) + mixed_dot(turned, delta, PRECISION)
 
         tl.store(state_at, state, mask=is_state)
         if KEPT > 0:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import triton.language as tl
 from compiling import Compile, compile_sm90
 
 from specdec.kernels.gated_delta import kernel, reference
@@ -200,10 +201,12 @@ def compiles(hk, hv, dk, dv, width, window, block, warps, prefill, dtype="bf16")
     constants |= {"BLOCK": block, "REPEAT_PAD": hv // hk, "KEPT_PAD": 8}
     name = "window"
     if prefill:
+        signature["mixed_ptr"] = signature.pop("conv_ptr")
         name = "prefill"
-        exact = dtype == "fp32"
-        constants |= {"ROWS": 64, "PRECISION": "ieee" if exact else "tf32"}
-        constants |= {"SOLVE_PRECISION": "ieee" if exact else "tf32x3"}
+        low = dtype == "bf16"
+        constants |= {"ROWS": 64, "OPERAND": tl.bfloat16 if low else tl.float32}
+        constants |= {"PRECISION": "ieee", "SOLVE_PRECISION": "tf32x3" if low else "ieee"}
+        constants |= {"LOOSE_PRECISION": "tf32" if low else "ieee"}
     module = f"specdec.kernels.gated_delta.{name}"
     stages = 1 if prefill else 3
     return Compile(module, f"delta_{name}_kernel", signature, constants, warps, stages)
@@ -225,6 +228,15 @@ def test_compiles_for_hopper():
         [
             compiles(*BIG, 8, 1, prefill=False),
             compiles(2, 4, 32, 16, 4, 4, 16, 8, prefill=True),
+            Compile(
+                "specdec.kernels.gated_delta.prefill",
+                "convolve_kernel",
+                dict.fromkeys(("inputs_ptr", "conv_ptr", "stored_ptr", "mixed_ptr"), "*bf16")
+                | {"plan_ptr": "*i32", "query_start_ptr": "*i64", "slots_ptr": "*i64"}
+                | dict.fromkeys(("stride", "num_requests", "num_rows"), "i32"),
+                {"C": 8192, "N": 8256, "W": 4, "WINDOW": 4}
+                | {"REQUESTS": 64, "ROWS": 32, "CHANNELS": 128},
+            ),
             Compile(
                 "specdec.kernels.gated_delta.window",
                 "plan_windows_kernel",
