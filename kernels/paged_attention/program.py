@@ -43,17 +43,9 @@ def _average(
     DV_PAD: tl.constexpr,
 ):
     """The splits' averages by their weights, [ROWS, DV_PAD]; read past L1, which may be stale."""
-    part = tl.arange(0, SPLITS)
-    logs = tl.load(
-        weight_ptr + part[None, :] * lines + place[:, None],
-        mask=is_row[:, None] & (part < num_parts)[None, :],
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    best = tl.max(logs, axis=1)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp2(logs - best[:, None]), axis=1)
     value_dim = tl.arange(0, DV_PAD)
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, DV_PAD), tl.float32)
     for s in tl.static_range(SPLITS):
         is_part = is_row & (s < num_parts)
@@ -67,7 +59,12 @@ def _average(
             other=0.0,
             cache_modifier=".cg",
         )
-        mean += tl.exp2(log_weight - best)[:, None] * average
+        new_best = tl.maximum(best, log_weight)
+        origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink, weight = tl.exp2(best - origin), tl.exp2(log_weight - origin)
+        mean = mean * shrink[:, None] + weight[:, None] * average
+        total = total * shrink + weight
+        best = new_best
     return mean / tl.where(total > 0, total, 1.0)[:, None]
 
 
