@@ -28,8 +28,9 @@ from specdec.kernels.cutoff.search import (
     key_of,
     kth_key,
     mass_key,
-    middle_of,
-    row_sums,
+    row_kth_key,
+    row_mass,
+    row_mass_key,
     value_of,
 )
 from specdec.kernels.row_stats.reference import RowStats, block_size
@@ -37,6 +38,7 @@ from specdec.kernels.row_stats.reference import RowStats, block_size
 CANDIDATES = 2048  # most that one program holds
 MAX_J = 1024
 TILE = 4096  # ids read at once
+STEPS = 12  # see `row_mass_key`
 
 
 @triton.jit
@@ -75,6 +77,7 @@ def _select(
     CANDIDATES: tl.constexpr,
     MAX_J: tl.constexpr,
     TILE: tl.constexpr,
+    STEPS: tl.constexpr,
     MASS_BLOCK: tl.constexpr,  # ids of one mass, a multiple of BLOCK
     MASSES: tl.constexpr,  # of a row
     OVERLAP: tl.constexpr,
@@ -168,16 +171,7 @@ def _select(
                     if found >= top_k:
                         key = kth_key(keys, low, high, top_k)
                 else:
-                    least, most = bottom - 1, high
-                    while least < most:
-                        middle = middle_of(least, most) + 1
-                        count, _, _ = row_sums(
-                            logits_ptr, vocab_size, middle, float("inf"), top, scale, TILE
-                        )
-                        enough = count >= top_k
-                        least = tl.where(enough, middle, least)
-                        most = tl.where(enough, most, middle - 1)
-                    key = least
+                    key = row_kth_key(logits_ptr, vocab_size, bottom - 1, high, top_k, dtype, TILE)
                 by_count = (value_of(key, dtype) - top) * scale
             inside = few & ((by_count >= (value_of(low, dtype) - top) * scale) | all_held)
             exps = tl.where(scaled >= by_count, exps, 0.0)
@@ -185,7 +179,7 @@ def _select(
                 if inside:
                     total = tl.sum(exps)
                 else:
-                    _, _, total = row_sums(logits_ptr, vocab_size, high, by_count, top, scale, TILE)
+                    total = row_mass(logits_ptr, vocab_size, by_count, top, scale, TILE)
 
             by_mass = float("-inf")
             if top_p < 1.0:
@@ -193,16 +187,15 @@ def _select(
                 if inside | (few & (tl.sum(exps) >= wanted)):
                     key = mass_key(keys, exps, low, high, wanted)
                 else:
-                    least, most = bottom - 1, high
-                    while least < most:
-                        middle = middle_of(least, most) + 1
-                        _, mass, _ = row_sums(
-                            logits_ptr, vocab_size, middle, by_count, top, scale, TILE
-                        )
-                        enough = mass >= wanted
-                        least = tl.where(enough, middle, least)
-                        most = tl.where(enough, most, middle - 1)
-                    key = least
+                    # ids of less than this leave out less than top-p does, even all together
+                    light = (total - wanted) / vocab_size
+                    least = top + (tl.log(tl.maximum(light, 1e-30)) - 1.0) / scale
+                    key = row_mass_key(
+                        logits_ptr, vocab_size,
+                        tl.maximum(tl.minimum(key_of(least.to(dtype)) - 2, high), bottom - 1),
+                        tl.where(few, tl.maximum(low - 1, bottom - 1), high),
+                        wanted, by_count, top, scale, dtype, STEPS, TILE,
+                    )  # fmt: skip
                 by_mass = (value_of(key, dtype) - top) * scale
 
             by_peak = tl.where(
@@ -308,6 +301,7 @@ def select(
         CANDIDATES=CANDIDATES,
         MAX_J=MAX_J,
         TILE=TILE,
+        STEPS=STEPS,
         MASS_BLOCK=mass_block,
         MASSES=masses,
         num_warps=8,

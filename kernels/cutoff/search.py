@@ -62,18 +62,58 @@ def mass_key(keys, weights, low, high, wanted):
 
 
 @triton.jit
-def row_sums(logits_ptr, vocab_size, key, least, top, scale, TILE: tl.constexpr):
-    """How many of the row's keys reach `key`, their weight, and the weight of scaled >= least."""
+def row_count(logits_ptr, vocab_size, least, TILE: tl.constexpr):
+    """How many of the row's logits are at least `least`, a finite value."""
     count = tl.zeros((TILE,), tl.int32)
-    mass = tl.zeros((TILE,), tl.float32)
-    kept = tl.zeros((TILE,), tl.float32)
-    for first in range(0, vocab_size, TILE):
+    for first in tl.range(0, vocab_size, TILE, num_stages=3):
         id = first + tl.arange(0, TILE)
-        logits = tl.load(logits_ptr + id, mask=id < vocab_size, other=float("-inf"))
-        scaled = (logits.to(tl.float32) - top) * scale
-        weight = tl.where(scaled >= least, tl.exp(scaled), 0.0)
-        reach = key_of(logits) >= key
-        count += (reach & (id < vocab_size)).to(tl.int32)
-        mass += tl.where(reach, weight, 0.0)
-        kept += weight
-    return tl.sum(count), tl.sum(mass), tl.sum(kept)
+        x = tl.load(logits_ptr + id, mask=id < vocab_size, other=float("-inf")).to(tl.float32)
+        count += (x >= least).to(tl.int32)
+    return tl.sum(count)
+
+
+@triton.jit
+def row_mass(logits_ptr, vocab_size, least, top, scale, TILE: tl.constexpr):
+    """The weight of the row's logits whose scaled value is at least `least`."""
+    mass = tl.zeros((TILE,), tl.float32)
+    for first in tl.range(0, vocab_size, TILE, num_stages=3):
+        id = first + tl.arange(0, TILE)
+        x = tl.load(logits_ptr + id, mask=id < vocab_size, other=float("-inf")).to(tl.float32)
+        scaled = (x - top) * scale
+        mass += tl.where(scaled >= least, tl.exp(scaled), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def row_kth_key(logits_ptr, vocab_size, low, high, k, dtype: tl.constexpr, TILE: tl.constexpr):
+    """`kth_key` over the whole row."""
+    while low < high:
+        middle = middle_of(low, high) + 1
+        enough = row_count(logits_ptr, vocab_size, value_of(middle, dtype), TILE) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def row_mass_key(
+    logits_ptr, vocab_size, low, high, wanted, least, top, scale, dtype: tl.constexpr,
+    STEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`mass_key` over the row's logits whose scaled value is at least `least`.
+
+    The first `STEPS` steps halve the values, since most of the keys between two values of unlike
+    sign or size stand for tiny ones; those after them halve the keys, which ends for any values.
+    """
+    step = 0
+    while low < high:
+        middle = middle_of(low, high) + 1
+        if step < STEPS:
+            between = value_of(low, dtype) * 0.5 + value_of(high, dtype) * 0.5
+            middle = tl.maximum(tl.minimum(key_of(between.to(dtype)), high), low + 1)
+        floor = tl.maximum((value_of(middle, dtype) - top) * scale, least)
+        enough = row_mass(logits_ptr, vocab_size, floor, top, scale, TILE) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+        step += 1
+    return low

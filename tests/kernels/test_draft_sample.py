@@ -187,7 +187,13 @@ def test_compiles_for_sm90():
     for dtype in ("bf16",):
         row = {"logits_ptr": f"*{dtype}", "row_stride": "i32", "vocab_size": "i32"}
         compiles += [
-            Compile(module, "_greedy", row | out, {"TILE": 16384, "MAPPED": True} | overlap, num_warps=32),
+            Compile(
+                module,
+                "_greedy",
+                row | out,
+                overlap | {"TILE": 16384, "MAPPED": True},
+                num_warps=32,
+            ),
             Compile(
                 module,
                 "_draw",
@@ -195,7 +201,8 @@ def test_compiles_for_sm90():
                     "temperature_ptr": "*fp32", "block_max_ptr": "*fp32", "block_sum_ptr": "*fp32",
                     "num_blocks": "i32", "offset": "i32", "epsilon": "fp32",
                 },
-                {"PURPOSE": 0, "BLOCK": 1024, "BLOCKS": 128, "MAPPED": True, "KEEP": True} | overlap,
+                overlap
+                | {"PURPOSE": 0, "BLOCK": 1024, "BLOCKS": 128, "MAPPED": True, "KEEP": True},
             ),
             Compile(
                 module,
