@@ -16,6 +16,7 @@ from specdec.keys import Keys, Purpose, uniform
 from specdec.models.batch import VocabMap
 from specdec.sampling import make_dist
 from specdec.state import DraftDist, Drafts
+from specdec.verify import complete
 from specdec.verify.delta import delta
 from specdec.verify.greedy import greedy
 from specdec.verify.gumbel import gumbel
@@ -195,9 +196,11 @@ def check_rejection(num_requests, num_drafts, vocab_size, kind, least=0.75):
     assert int(got.token_ids.max()) < vocab_size
 
 
-@pytest.mark.parametrize("kind", ["none", "full", "reduced"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]] + KINDS[2:]
+)
 def test_rejection_with_filters(kind):
-    case = make(10, 2, 1025, kind, filters=True)
+    case = make(8, 2, 1025, kind, filters=True)
     expected, dist = run(case, rejection, "torch")
     got, _ = run(case, rejection, "triton")
     keep = ~at_an_edge(case, dist, expected)
@@ -225,6 +228,19 @@ def test_all_greedy(verify):
     got, _ = run(case, verify, "triton", all_greedy=True)
     same(got, expected, torch.ones_like(expected.num_accepted, dtype=torch.bool))
     assert int(expected.token_ids.min()) == -2
+
+
+def test_complete():
+    """What users' own rules end with."""
+    case = make(12, 3, 1000, "none")
+    accepted = torch.minimum(case.drafts.num_drafts, torch.arange(12, device=DEVICE) % 4)
+
+    def verify(dist, drafts, keys):
+        return complete(dist, drafts, accepted, torch.arange(12, device=DEVICE) + 100)
+
+    expected, _ = run(case, verify, "torch")
+    got, _ = run(case, verify, "triton")
+    same(got, expected, torch.ones_like(accepted, dtype=torch.bool))
 
 
 def test_placeholders_are_refused_unread():
