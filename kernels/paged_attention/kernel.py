@@ -88,7 +88,7 @@ def paged_attention(
         partial = query.new_empty(plan.splits, lines, width, dtype=torch.float32)
         weight = query.new_empty(plan.splits, lines, dtype=torch.float32)
         arrived = _arrived(query.device)
-    start: Any = attention_program[(plan.tiles, num_kv_heads, plan.splits)]
+    start: Any = attention_program[(num_kv_heads, plan.tiles, plan.splits)]
     start(
         query,
         key_cache,

@@ -105,8 +105,8 @@ def attention_program(
 ):
     if OVERLAP:  # what describes the batch was there before the pass began (kernels/chain.py)
         gdc_launch_dependents()
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)  # first, so that neighbours read neighbouring memory
+    tile = tl.program_id(1)
     split = tl.program_id(2)
     SHARED: tl.constexpr = value_ptr is None
     D_FIRST: tl.constexpr = DV if SHARED else D
@@ -165,7 +165,7 @@ def attention_program(
     value_dim = tl.arange(0, DV_PAD)
     is_value_dim = (value_dim < DV)[None, :]
     if split == 0:  # rows of no request
-        for first in range(end * G + tile * ROWS, num_rows * G, tl.num_programs(0) * ROWS):
+        for first in range(end * G + tile * ROWS, num_rows * G, tl.num_programs(1) * ROWS):
             spare = (first + tl.arange(0, ROWS)).to(tl.int64)
             spare_place = (spare // G) * (HEADS * G) + head * G + spare % G
             zeros = tl.zeros((ROWS, DV_PAD), out_ptr.dtype.element_ty)
