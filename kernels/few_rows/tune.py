@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return seconds
 
         print(f"{name} {num_cols} x {width}", flush=True)
-        plan, _ = search(bench.nearest_plan(most_rows, num_cols, width, gated=gated), time, gated)
+        start = bench.nearest_plan(most_rows, num_cols, width, gated=gated) or kernel.FALLBACK
+        plan, _ = search(start, time, gated)
         rates = {
             rows: weights[0].nbytes / time(plan, rows) / 1e12 for rows in sorted({1, 16, most_rows})
         }

@@ -65,9 +65,11 @@ def _expert_products(
     if not BY_EXPERT:  # a later choice of an expert leaves it to the first
         count = tl.where(tl.min(tl.where(is_mine, choice, PAD), axis=0) == slot, count, 0)
     rank = tl.cumsum(is_mine.to(tl.int32), axis=0) - 1
-    halves: tl.constexpr = 2 if GATED else 1
+    first_row = expert * N
+    if GATED:
+        first_row = first_row * 2
     # outputs past the last repeat its row, and are not stored
-    weight_rows = weight_ptr + (expert * (halves * N) + tl.minimum(col, N - 1)) * K
+    weight_rows = weight_ptr + (first_row + tl.minimum(col, N - 1)) * K
     for begin in range(0, count, ROWS):
         is_row = begin + lane < count
         is_picked = is_mine[None, :] & (rank[None, :] == (begin + lane)[:, None])
