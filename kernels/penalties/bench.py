@@ -1,0 +1,32 @@
+"""Penalties of the rows of 64 requests with K = 3."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from specdec.kernels.bench import Case
+from specdec.kernels.penalties import kernel, reference
+
+VOCAB_SIZE, NUM_DRAFTS = 128256, 3
+
+
+def cases(device: torch.device) -> list[Case]:
+    """Logits in bf16; 500 ids of each request stand in its prompt or output."""
+    made = []
+    for rows in (4, 256):
+        slots = torch.arange(rows, device=device) // (NUM_DRAFTS + 1)
+        counts = torch.zeros(rows, VOCAB_SIZE, dtype=torch.int32, device=device)
+        counts[:, torch.randperm(VOCAB_SIZE, device=device)[:500]] = 3
+        logits = torch.randn(rows, VOCAB_SIZE, device=device).bfloat16()
+        prefix = torch.randint(0, VOCAB_SIZE, (rows, NUM_DRAFTS), device=device)
+        factors = (torch.full((rows,), value, device=device) for value in (1.1, 0.2, 0.1))
+        arguments = (logits, counts, slots, prefix, *factors)
+        run, baseline = (
+            partial(op.apply_penalties_, *arguments, vocab_size=VOCAB_SIZE)
+            for op in (kernel, reference)
+        )
+        size = rows * VOCAB_SIZE * 4  # the counts; few logits are touched
+        made.append(Case(f"penalties, {rows} rows", run, size, baseline))
+    return made

@@ -1,0 +1,94 @@
+"""Penalties in one pass over the rows that have any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdec.kernels.chain import overlapped
+
+BLOCK = 4096
+
+
+@triton.jit
+def _penalties(
+    logits_ptr,  # [n, V]
+    counts_ptr,  # [S, >= vocab_size] int32
+    slots_ptr,  # [n]
+    prefix_ptr,  # [n, K]
+    repetition_ptr,  # [n]
+    presence_ptr,  # [n]
+    frequency_ptr,  # [n]
+    row_stride,
+    counts_stride,
+    prefix_stride,
+    vocab_size,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    repetition = tl.load(repetition_ptr + row)
+    presence = tl.load(presence_ptr + row)
+    frequency = tl.load(frequency_ptr + row)
+    if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+        slot = tl.load(slots_ptr + row)
+        id = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        real = id < vocab_size
+        packed = tl.load(counts_ptr + slot * counts_stride + id, mask=real, other=0)
+        num_output = packed >> 1
+        for index in tl.static_range(K):
+            num_output += (id == tl.load(prefix_ptr + row * prefix_stride + index)).to(tl.int32)
+        seen = (num_output > 0) | ((packed & 1) > 0)
+        if tl.max(seen.to(tl.int32)) == 1:
+            at = logits_ptr + row * row_stride + id
+            x = tl.load(at, mask=real & seen, other=0.0).to(tl.float32)
+            x = tl.where(
+                x > 0.0,
+                tl.div_rn(x, tl.full((BLOCK,), 1.0, tl.float32) * repetition),
+                x * repetition,
+            )
+            x -= frequency * num_output.to(tl.float32)
+            x -= tl.where(num_output > 0, presence, 0.0)
+            tl.store(at, x.to(logits_ptr.dtype.element_ty), mask=real & seen)
+
+
+def apply_penalties_(
+    logits: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    prefix: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    *,
+    vocab_size: int,
+) -> None:
+    """As `reference.apply_penalties_`; rows of logits, counts and prefix are contiguous."""
+    if logits.shape[0] == 0:
+        return
+    launch: Any = _penalties[(logits.shape[0], triton.cdiv(vocab_size, BLOCK))]
+    launch(
+        logits,
+        counts,
+        slots,
+        prefix,
+        repetition,
+        presence,
+        frequency,
+        logits.stride(0),
+        counts.stride(0),
+        prefix.stride(0),
+        vocab_size,
+        K=prefix.shape[1],
+        BLOCK=BLOCK,
+        num_warps=8,
+        **overlapped(),
+    )
