@@ -47,10 +47,16 @@ def inverse(temperature, epsilon):
 
 
 @triton.jit
+def finite_or_above(logits):
+    """fp32 logits with +inf for NaN, which makes the row's maximum infinite: no row recovers."""
+    x = logits.to(tl.float32)
+    return tl.where(x == x, x, INFINITY)
+
+
+@triton.jit
 def load_logits(row_ptr, ids, vocab_size):
     """fp32 logits of one row; -inf past the vocabulary and +inf for NaN, which no row recovers."""
-    x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-INFINITY).to(tl.float32)
-    return tl.where(x == x, x, INFINITY)
+    return finite_or_above(tl.load(row_ptr + ids, mask=ids < vocab_size, other=-INFINITY))
 
 
 @triton.jit
@@ -65,9 +71,11 @@ def _block_stats(
     block_argmax_ptr,  # [n, C] int32
     block_sum_ptr,  # [n, C] fp32, of exp((logit - block max) / temperature)
     num_blocks,
+    groups,  # programs of a row
     vocab_size,
     epsilon,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a program
     REQUESTS: tl.constexpr,
     SUMS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -75,21 +83,33 @@ def _block_stats(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    entry = tl.program_id(0).to(tl.int64)
-    row = entry // num_blocks
-    ids = (entry % num_blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits_ptr + row * row_stride, ids, vocab_size)
+    row = (tl.program_id(0) // groups).to(tl.int64)
+    first = tl.program_id(0) % groups * BLOCKS
+    row_ptr = logits_ptr + row * row_stride
+    ids = first * BLOCK + tl.arange(0, BLOCK)
+    ahead = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-INFINITY)
+    scale = 1.0
     if SUMS:
         temperature = temperature_of(
             row, temperature_ptr, slots_ptr, cu_num_logits_ptr, num_requests, REQUESTS
         )
-    top = tl.max(x, axis=0)
-    tl.store(block_max_ptr + entry, top)
-    tl.store(block_argmax_ptr + entry, tl.min(tl.where(x == top, ids, 2147483647), axis=0))
-    if SUMS:
-        anchor = tl.where(tl.abs(top) < INFINITY, top, 0.0)
-        scaled = (x - anchor) * inverse(temperature, epsilon)
-        tl.store(block_sum_ptr + entry, tl.sum(tl.exp(scaled), axis=0))
+        scale = inverse(temperature, epsilon)
+    for step in range(BLOCKS):
+        x = finite_or_above(ahead)
+        block = first + step
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        # memory is busy with the next block while this one is reduced
+        more = (ids + BLOCK < vocab_size) & (step + 1 < BLOCKS)
+        ahead = tl.load(row_ptr + BLOCK + ids, mask=more, other=-INFINITY)
+        top = tl.max(x, axis=0)
+        best = tl.min(tl.where(x == top, ids, 2147483647), axis=0)
+        entry = row * num_blocks + block
+        tl.store(block_max_ptr + entry, top, mask=block < num_blocks)
+        tl.store(block_argmax_ptr + entry, best, mask=block < num_blocks)
+        if SUMS:
+            anchor = tl.where(tl.abs(top) < INFINITY, top, 0.0)
+            total = tl.sum(tl.exp((x - anchor) * scale), axis=0)
+            tl.store(block_sum_ptr + entry, total, mask=block < num_blocks)
 
 
 @triton.jit
@@ -249,7 +269,9 @@ def row_stats(
     num_requests = slots.shape[0] if owned and slots is not None else 0
     owners = (temperature.contiguous(), slots, cu_num_logits, num_requests)
     requests = triton.next_power_of_2(num_requests) if owned else 0
-    launch: Any = _block_stats[(n * num_blocks,)]
+    blocks = _blocks_of_a_program(n * num_blocks)
+    groups = triton.cdiv(num_blocks, blocks)
+    launch: Any = _block_stats[(n * groups,)]
     launch(
         logits,
         logits.stride(0),
@@ -258,9 +280,11 @@ def row_stats(
         block_argmax,
         mass,
         num_blocks,
+        groups,
         vocab_size,
         epsilon,
         BLOCK=size,
+        BLOCKS=blocks,
         REQUESTS=requests,
         SUMS=sums,
         num_warps=size // 512,  # 16 elements a thread
@@ -284,3 +308,8 @@ def row_stats(
         **overlapped(),
     )
     return stats
+
+
+def _blocks_of_a_program(num_blocks: int) -> int:
+    """Few while they are few, so that they spread; sums are the same whatever this says."""
+    return 4 if num_blocks >= 4096 else 2 if num_blocks >= 2048 else 1

@@ -58,6 +58,18 @@ def test_equals_reference(vocab_size, width, dtype, case):
     check(kernel.row_stats(logits, temperature, **options), expected, valid)
 
 
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_blocks_of_a_program_change_nothing(monkeypatch, blocks):
+    """5 blocks a row, so that the last program of a row has some past its end."""
+    logits, temperature = rows(6, 4100, 4099, torch.bfloat16)
+    options = {"vocab_size": 4099, "epsilon": 1e-5, "invalid": -2}
+    expected = kernel.row_stats(logits, temperature, **options)
+    monkeypatch.setattr(kernel, "_blocks_of_a_program", lambda num_blocks: blocks)
+    got = kernel.row_stats(logits, temperature, **options)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_parameters_of_requests_become_those_of_rows():
     cu_num_logits = torch.tensor([0, 3, 3, 4, 6], device=DEVICE)
     slots = torch.tensor([5, 0, 2, 1], device=DEVICE)
@@ -88,6 +100,7 @@ def test_compiles_for_sm_90():
     owners |= {"num_requests": "i32"}
     outputs = {f"{name}_ptr": "*fp32" for name in ("max", "inv_temperature", "cutoff", "lse")}
     blocks = {"block_max_ptr": "*fp32", "block_argmax_ptr": "*i32", "num_blocks": "i32"}
+    sums_of = {"block_sum_ptr": "*fp32", "epsilon": "fp32", "groups": "i32"}
     compiles = []
     for dtype, size in (("*bf16", 4096), ("*fp32", 4096), ("*bf16", 1024)):
         rows = {"logits_ptr": dtype, "row_stride": "i64", "vocab_size": "i32"}
@@ -96,8 +109,14 @@ def test_compiles_for_sm_90():
                 compiling.Compile(
                     module,
                     "_block_stats",
-                    rows | owners | blocks | {"block_sum_ptr": "*fp32", "epsilon": "fp32"},
-                    {"BLOCK": size, "REQUESTS": requests, "SUMS": sums, "OVERLAP": True},
+                    rows | owners | blocks | sums_of,
+                    {
+                        "BLOCK": size,
+                        "BLOCKS": 4,
+                        "REQUESTS": requests,
+                        "SUMS": sums,
+                        "OVERLAP": True,
+                    },
                     size // 512,
                 )
             )
