@@ -45,7 +45,7 @@ def random_mixer(seed=0):
     )
 
 
-KERNEL_STEPS = [("triton", 8, 4, 0), pytest.param("triton", 25, 2, 1, marks=pytest.mark.slow)]
+KERNEL_STEPS = [("triton", 5, 4, 0), pytest.param("triton", 25, 2, 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(

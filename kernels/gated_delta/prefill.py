@@ -189,15 +189,16 @@ def delta_prefill_kernel(
         line = tl.arange(0, ROWS)
         lower = line[:, None] >= line[None, :]
 
-        # the folded rows are the first chunk: at most WINDOW - 1 rows, which may be several chunks
+        # the folded rows come first, and have no outputs
         total = count + num_valid
         passed = count + num_rows
         for first in range(0, passed, ROWS):
             at = first + line
             t = count * 0 + (W - 1 + first)
             is_row = at < total
+            here = mixed + (t - (W - 1)).to(tl.int64) * C  # the chunk's first row
             dims, values, rows = is_dim[None, :], is_value[None, :], is_row[:, None]
-            key = tl.load(mixed + at[:, None] * C + key_at, mask=rows & dims, other=0.0).to(
+            key = tl.load(here + line[:, None] * C + key_at, mask=rows & dims, other=0.0).to(
                 tl.float32
             )
             key_scale = tl.rsqrt(tl.sum(key * key, axis=1) + 1e-6)
@@ -219,14 +220,14 @@ def delta_prefill_kernel(
             system = tl.dot(key, turned, input_precision=PRECISION) * between
             system *= (beta * key_scale)[:, None]
             system = tl.where(line[:, None] > line[None, :], system, 0.0)
-            value = tl.load(mixed + at[:, None] * C + value_at, mask=rows & values, other=0.0).to(
+            value = tl.load(here + line[:, None] * C + value_at, mask=rows & values, other=0.0).to(
                 tl.float32
             )
             past = tl.exp(since)
             seen = value - (past * key_scale)[:, None] * mixed_dot(key, state, PRECISION)
             delta = solve_unit_lower(system, beta[:, None] * seen, ROWS, SOLVE_PRECISION)
 
-            query = tl.load(mixed + at[:, None] * C + query_at, mask=rows & dims, other=0.0).to(
+            query = tl.load(here + line[:, None] * C + query_at, mask=rows & dims, other=0.0).to(
                 tl.float32
             )
             query_scale = tl.rsqrt(tl.sum(query * query, axis=1) + 1e-6) * (DK**-0.5)

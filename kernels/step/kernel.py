@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec.kernels.step import programs
+from specdec.kernels.step import draft_programs, programs
 from specdec.kernels.step.reference import DraftRows, Outcome, StepRows
 
 TILE = 128  # rows of a program
@@ -162,7 +162,13 @@ def post_update_(
     report = outcome.token_ids.new_empty(num_requests, width + 6)
     launch: Any = programs.post_update[(num_requests,)]
     launch(
-        *(tensor for name, tensor in outcome._asdict().items() if name != "last_rows"),
+        outcome.token_ids,
+        outcome.num_committed,
+        outcome.num_accepted,
+        outcome.num_drafted,
+        outcome.num_tokens,
+        outcome.num_computed_tokens,
+        outcome.finish_reason,
         drafts,
         is_delta,
         num_proposed,
@@ -203,7 +209,9 @@ def prepare_eagle_inputs(
     """See `reference.prepare_eagle_inputs`."""
     ids, last = torch.empty_like(positions), torch.empty_like(request_slots)
     tile = _tile(max_query_len)
-    launch: Any = programs.eagle_inputs[(len(request_slots), triton.cdiv(max_query_len, tile))]
+    launch: Any = draft_programs.eagle_inputs[
+        (len(request_slots), triton.cdiv(max_query_len, tile))
+    ]
     launch(
         outcome.token_ids,
         outcome.last_rows,
@@ -239,7 +247,7 @@ def prepare_eagle_decode(
     rows = last.new_empty(2, num_steps, aligned[0])
     valid = torch.empty((num_steps, aligned[0]), dtype=torch.bool, device=last.device)
     requests = last.new_empty(4, num_steps, aligned[1])
-    launch: Any = programs.eagle_decode[(triton.cdiv(num_requests + 1, TILE), num_steps)]
+    launch: Any = draft_programs.eagle_decode[(triton.cdiv(num_requests + 1, TILE), num_steps)]
     launch(
         last,
         block_tables,
@@ -270,6 +278,41 @@ def prepare_eagle_decode(
             )
         )
     return tuple(steps)
+
+
+def moved_back(
+    positions: Tensor,
+    row_valid: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    *,
+    query_start: Tensor,
+    max_query_len: int,
+    depth: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.moved_back`."""
+    moved, slots, lens = (torch.empty_like(t) for t in (positions, positions, seq_lens))
+    valid = torch.empty_like(row_valid)
+    tile = _tile(max_query_len)
+    launch: Any = draft_programs.move_back[(len(seq_lens), triton.cdiv(max_query_len, tile))]
+    launch(
+        positions,
+        row_valid,
+        seq_lens,
+        block_tables,
+        block_tables.stride(0),
+        query_start,
+        moved,
+        slots,
+        valid,
+        lens,
+        DEPTH=depth,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        num_warps=1 if tile <= 32 else 4,
+    )
+    return moved, slots, valid, lens
 
 
 def _tile(max_query_len: int) -> int:

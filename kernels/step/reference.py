@@ -346,3 +346,37 @@ def prepare_eagle_decode(
         rows = (positions, slots, valid, starts, last + ahead + 1, starts[1:] - 1, numbers)
         steps.append(DraftRows(*rows))
     return tuple(steps)
+
+
+def moved_back(
+    positions: Tensor,
+    row_valid: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    *,
+    query_start: Tensor,
+    max_query_len: int,
+    depth: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A step's rows `depth` positions earlier, as the later layers of a draft head take them.
+
+    Args:
+        positions, row_valid: [T].
+        seq_lens: [R].
+        block_tables: [R, M].
+        query_start: [R + 1].
+        max_query_len: at least the longest query.
+
+    Returns:
+        Positions, cache slots and validity [T], where rows before position 0 are padding, and the
+        sequence lengths [R].
+    """
+    lens = query_start.diff()
+    numbers = torch.arange(len(lens), device=lens.device)
+    request = torch.repeat_interleave(numbers, lens, output_size=len(positions))
+    valid = row_valid & (positions >= depth)
+    moved = torch.where(valid, positions - depth, 0)
+    blocks = block_tables[request, torch.div(moved, block_size, rounding_mode="floor")]
+    slots = torch.where(valid, blocks * block_size + moved % block_size, NULL_SLOT)
+    return moved, slots, valid, (seq_lens - depth).clamp(min=0)

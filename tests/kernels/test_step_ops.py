@@ -7,7 +7,7 @@ import torch
 from compiling import Compile, compile_sm90
 
 from specdec import state as records
-from specdec.kernels.step import kernel, reference
+from specdec.kernels.step import draft_programs, kernel, programs, reference
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 4
@@ -114,7 +114,7 @@ def test_constants_are_those_of_the_records():
     assert (reference.RUNNING, reference.STOP) == (reasons.RUNNING, reasons.STOP)
     assert (reference.LENGTH, reference.ERROR) == (reasons.LENGTH, reasons.ERROR)
     assert reference.NULL_SLOT == records.NULL_BLOCK * 16
-    assert set(reference.Outcome._fields) == set(records.Committed.__dataclass_fields__)
+    assert reference.Outcome._fields == records.Committed._fields
 
 
 @pytest.mark.parametrize(("seed", "num_requests", "k"), CASES)
@@ -202,7 +202,26 @@ def test_prepare_eagle_decode(num_draft_tokens, num_depths):
         equal(mine, theirs)
 
 
-BOOLS = {"draft_is_delta_ptr", "out_row_valid", "out_draft_is_delta", "ignore_eos_ptr"}
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("seed", "num_requests", "k"), CASES)
+def test_moved_back(seed, num_requests, k, depth):
+    _, state, rows = case(seed, num_requests, k)
+    step = prepared(reference, state, rows)
+    args = (step.positions, step.row_valid, step.seq_lens, step.block_tables)
+    sizes = {"query_start": step.query_start, "max_query_len": int(rows[1].max())}
+    sizes |= {"depth": depth, "block_size": BLOCK_SIZE}
+    want = reference.moved_back(*args, **sizes)
+    for mine, theirs in zip(kernel.moved_back(*args, **sizes), want, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+BOOLS = {
+    "row_valid_ptr",
+    "draft_is_delta_ptr",
+    "out_row_valid",
+    "out_draft_is_delta",
+    "ignore_eos_ptr",
+}
 BOOLS |= {"is_delta_ptr"}
 
 
@@ -213,17 +232,18 @@ def test_compiles_for_hopper():
         "trim": {"NUM_EOS": 2, "W": 4, "W_PAD": 4},
         "post_update": {"COUNTS": True, "W": 4, "P": 3, "K": 3, "W_PAD": 4, "K_PAD": 4},
         "eagle_inputs": {"W": 4, "TILE": 16},
+        "move_back": {"DEPTH": 1, "BLOCK_SIZE": 16, "TILE": 16},
         "eagle_decode": {"DEPTHS": 1, "BLOCK_SIZE": 16, "TILE": 128},
     }
     compiles = []
-    from specdec.kernels.step import programs
-
     for name, known in constants.items():
-        names = [n for n in getattr(programs, name).arg_names if n not in known]
+        file = "programs" if hasattr(programs, name) else "draft_programs"
+        program = getattr(programs if file == "programs" else draft_programs, name)
+        names = [n for n in program.arg_names if n not in known]
         signature = {n: "*i1" if n in BOOLS else "*i64" for n in names}
         scalars = ("stride", "num_requests", "columns")
         signature |= {n: "i32" for n in names if n.endswith(scalars)}
         if name == "post_update":
             signature["counts_ptr"] = "*i32"
-        compiles.append(Compile("specdec.kernels.step.programs", name, signature, known, 1))
+        compiles.append(Compile(f"specdec.kernels.step.{file}", name, signature, known, 1))
     assert all(result.spilled == 0 for result in compile_sm90(compiles))
