@@ -5,7 +5,7 @@ What the host knows from the requests comes as flags: `filters` (some row may ha
 min-p) and `all_greedy` (every row has temperature 0, so only the argmax is needed).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def row_distribution(
     )
 
 
-KNOWN = {"epsilon": GREEDY_EPSILON, "invalid": INVALID_TOKEN_ID}
+KNOWN: dict[str, Any] = {"epsilon": GREEDY_EPSILON, "invalid": INVALID_TOKEN_ID}
 
 
 def _from_kernels(

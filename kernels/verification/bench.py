@@ -22,7 +22,7 @@ VOCAB_SIZE = 128256
 REDUCED = 32000
 SHAPES = ((1, 3), (8, 3), (64, 3), (256, 7))  # requests, drafts
 PURPOSES = launch.Purposes(1, 2, 3)
-KNOWN = {"vocab_size": VOCAB_SIZE, "epsilon": 1e-5, "invalid": -2}
+KNOWN: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "epsilon": 1e-5, "invalid": -2}
 
 
 def cases(device: torch.device) -> list[Case]:

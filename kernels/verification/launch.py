@@ -17,7 +17,7 @@ from specdec.kernels.row_stats.reference import block_size
 from specdec.kernels.verification.kernel import _decide, _draw_residual, _residual_mass
 from specdec.kernels.verification.record import _complete, _match
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, ...]
 
 
 class Purposes(NamedTuple):
@@ -39,7 +39,7 @@ class _Record(NamedTuple):
         return self.grids[0], self.grids[1], self.counts, self.counts.shape[1]
 
     def outputs(self) -> Outputs:
-        return (*self.grids.unbind(0), *self.counts.unbind(0))
+        return *self.grids.unbind(0), *self.counts.unbind(0)
 
 
 def _record(drafts: Any) -> _Record:
