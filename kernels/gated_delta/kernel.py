@@ -20,7 +20,7 @@ from specdec.kernels.gated_delta.rows import TAPS
 from specdec.kernels.gated_delta.window import delta_window_kernel, plan_windows_kernel
 from specdec.kernels.runtime import interpreting
 
-FULL_GPU = 4096  # one-warp programs past which wider ones, which share more work, are faster
+FULL_GPU = 2048  # one-warp programs, two waves of them; wider ones convolve their keys fewer times
 CHUNK = 64  # most rows of a prefill chunk
 
 
@@ -172,9 +172,8 @@ def _prefill_(
 
 
 def window_config(num_states: int, value_dim: int) -> tuple[int, int]:
-    """Value dimensions of a program of the window kernel, and its warps: narrow tiles until they
-    fill the GPU, then wider ones, which convolve their keys fewer times."""
-    return (8, 1) if num_states * triton.cdiv(value_dim, 8) <= FULL_GPU else (32, 2)
+    """Value dimensions of a program of the window kernel, and its warps."""
+    return (8, 1) if num_states * triton.cdiv(value_dim, 8) <= FULL_GPU else (32, 4)
 
 
 def prefill_block(num_states: int, value_dim: int) -> int:

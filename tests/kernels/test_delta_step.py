@@ -259,8 +259,8 @@ def test_every_configuration_compiles_for_hopper():
     compile_sm90(
         [
             compiles(2, 4, 32, 16, 4, 4, 16, 8, prefill=True, dtype="fp32"),
-            compiles(*BIG, 32, 2, prefill=False),
-            compiles(*BIG, 32, 2, prefill=False, dtype="fp32"),
+            compiles(*BIG, 32, 4, prefill=False),
+            compiles(*BIG, 32, 4, prefill=False, dtype="fp32"),
             compiles(*BIG, 32, 8, prefill=True),
             compiles(*BIG, 64, 8, prefill=True),
         ]
