@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specdec.kernels.cutoff import kernel, reference
 
 VOCAB_SIZE = 128256
 CACHE_BYTES = 128 << 20  # of logits in turn, so that none of them is in the L2 cache
-KNOWN = {"vocab_size": VOCAB_SIZE, "epsilon": 1e-5, "invalid": -2}
+KNOWN: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "epsilon": 1e-5, "invalid": -2}
 FILTERS = (
     ("top-k 50, top-p 0.9", 50, 0.9, 0.0, 3.0),
     ("top-k 50", 50, 1.0, 0.0, 3.0),

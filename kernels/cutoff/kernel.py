@@ -327,5 +327,5 @@ def filtered_rows(
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     scanned = scan(logits, temperature, vocab_size, epsilon, chunks=True)
-    known = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
+    known: dict[str, Any] = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
     return select(logits, scanned, temperature, top_k, top_p, min_p, **known)

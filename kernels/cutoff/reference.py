@@ -1,5 +1,7 @@
 """Top-k, top-p and min-p as one threshold on scaled logits."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def filtered_rows(
         logits, temperature, vocab_size, epsilon, invalid: as in `row_stats`.
         top_k, top_p, min_p: as in `cutoff`.
     """
-    stats = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
+    stats: dict[str, Any] = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
     real = logits[:, :vocab_size].float()
     inv_temperature = torch.where(temperature < epsilon, 1.0, 1.0 / temperature)
     scaled = (real - real.amax(-1, keepdim=True)) * inv_temperature[:, None]

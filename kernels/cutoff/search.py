@@ -26,7 +26,7 @@ def key_of(x):
 @triton.jit
 def value_of(key, dtype: tl.constexpr):
     """fp32 of the logit of type `dtype` behind a key."""
-    if dtype.primitive_bitwidth == 16:
+    if dtype.primitive_bitwidth == 16:  # ty: ignore[missing-attribute]
         small = key.to(tl.int16)
         value = (small ^ ((small >> 15) & 0x7FFF)).to(dtype, bitcast=True).to(tl.float32)
     else:

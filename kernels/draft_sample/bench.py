@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def cases(device: torch.device) -> list[Case]:
                 torch.full((rows,), 0.9 if filters else 1.0, device=device),
                 torch.zeros(rows, device=device),
             )
-            options = {
+            options: dict[str, Any] = {
                 "vocab_size": vocab_size,
                 "epsilon": 1e-5,
                 "seeds": torch.arange(rows, device=device),

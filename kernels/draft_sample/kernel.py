@@ -255,7 +255,7 @@ def draft_sample_(
     is_delta = logits.new_empty(num_rows, dtype=torch.bool)
     if num_rows == 0:
         return tokens, is_delta
-    known = {"vocab_size": vocab_size, "epsilon": epsilon}
+    known: dict[str, Any] = {"vocab_size": vocab_size, "epsilon": epsilon}
     filtered = (temperature, top_k, top_p, min_p)
     if all_greedy or mode == "greedy":
         _greedy_(logits, vocab_size, d2t, tokens, is_delta)
@@ -279,7 +279,7 @@ def draft_sample_(
             lanes=d2t,
         ).clamp_(min=0)
         return ids if d2t is None else d2t[ids], is_delta.fill_(True)
-    copied = {} if keep is None else {"copy": keep.logits, "slots": keep.slots}
+    copied: dict[str, Any] = {} if keep is None else {"copy": keep.logits, "slots": keep.slots}
     scanned = scan(logits, temperature, chunks=filters, **known, **copied)
     noise = (seeds.contiguous(), round_start.contiguous())
     out = (tokens if d2t is None else d2t, tokens, is_delta, *_kept_arguments(keep, tokens))

@@ -1,6 +1,6 @@
 """One draft a row of a draft head's logits, and what is kept of the distribution behind it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def draft_sample_(
         all_greedy: True promises that every row is greedy.
         keep: written in mode `sample` unless `all_greedy`.
     """
-    stats = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": -1}
+    stats: dict[str, Any] = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": -1}
     all_greedy = all_greedy or mode == "greedy"
     if filters and not all_greedy:
         rows = filtered_rows(logits, temperature, top_k, top_p, min_p, **stats)

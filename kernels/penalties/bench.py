@@ -27,6 +27,6 @@ def cases(device: torch.device) -> list[Case]:
             partial(op.apply_penalties_, *arguments, vocab_size=VOCAB_SIZE)
             for op in (kernel, reference)
         )
-        size = rows * VOCAB_SIZE * 4  # the counts; few logits are touched
+        size = rows // (NUM_DRAFTS + 1) * VOCAB_SIZE * 4  # counts of a request; few logits change
         made.append(Case(f"penalties, {rows} rows", run, size, baseline))
     return made
