@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,8 +124,7 @@ class Verification:
     num_rejected: Tensor  # [R] num_drafts - num_accepted, or 0
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """What postprocess let stand of a verification: trimmed by EOS, length and errors."""
 
     token_ids: Tensor  # [R, K + 1] padded with -1
@@ -195,7 +195,7 @@ def new_state(
     return State(
         token_ids=ints(slots, max_len + k + 1),
         prompt_len=ints(slots),
-        max_len=ints(slots),
+        max_len=ints(slots, value=1),
         num_tokens=ints(slots, value=1),
         num_computed_tokens=ints(slots),
         draft_token_ids=ints(slots, k, value=PLACEHOLDER_TOKEN_ID),
@@ -263,11 +263,6 @@ def _admit_(state: State, plan: Plan) -> None:
     state.generation[slots] += 1
     # what the slot's former request left would be read, though masked: another's NaN is one here
     state.block_tables[slots] = NULL_BLOCK
-
-
-def is_running(state: State, slots: Tensor) -> Tensor:
-    """[R] bool, False for padding requests and those that ended in a step not read yet."""
-    return state.finish_reason[slots] == int(FinishReason.RUNNING)
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.models.batch import Batch
 from specdec.state import PLACEHOLDER_TOKEN_ID, Committed, Drafts, State
+from specdec.step import ops
 
 
 def proposer(*, uses_draft: bool) -> Callable[[Callable], Callable]:
@@ -46,20 +47,22 @@ def texts_after(state: State, batch: Batch, committed: Committed) -> Tensor:
     return text.scatter(1, column, torch.where(kept, committed.token_ids, text.gather(1, column)))
 
 
-def next_token_ids(state: State, batch: Batch, committed: Committed) -> Tensor:
-    """The token after each batch row [T]: ids shifted left by one.
+def next_token_ids(state: State, batch: Batch, committed: Committed) -> tuple[Tensor, Tensor]:
+    """The token after each batch row [T], and the positions [R] of `committed.last_rows`.
 
-    The last real row of a request takes the newly committed token; at the end of a non-final
-    prefill chunk it takes the known next prompt token. Rows of rejected drafts hold any valid id.
+    Ids are shifted left by one: the last real row of a request takes the newly committed token; at
+    the end of a non-final prefill chunk it takes the known next prompt token. Rows of rejected
+    drafts hold any valid id.
     """
-    request = row_requests(batch)
-    slots = batch.request_slots[request]
-    following = batch.positions + 1
-    known = state.token_ids[slots, following]
-    index = following - state.num_tokens[slots]
-    width = committed.token_ids.shape[1]
-    fresh = committed.token_ids[request, index.clamp(0, width - 1)].clamp(min=0)
-    return torch.where((index >= 0) & (index < width), fresh, known)
+    return ops().prepare_eagle_inputs(
+        committed,
+        positions=batch.positions,
+        query_start=batch.query_start,
+        request_slots=batch.request_slots,
+        max_query_len=batch.max_query_len,
+        token_ids=state.token_ids,
+        num_tokens=state.num_tokens,
+    )
 
 
 def row_requests(batch: Batch) -> Tensor:

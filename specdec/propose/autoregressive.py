@@ -5,12 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec.draft_sampling import DraftSample, sample_draft
+from specdec.draft_sampling import sample_draft_
+from specdec.kernels.step.reference import DraftRows
 from specdec.keys import Keys
 from specdec.models.batch import NULL_BLOCK, Batch, Draft, TargetOutput
 from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
-from specdec.step import Model, attention_group, slot_of
+from specdec.step import Model, attention_group, draft_dist, ops, slot_of
 
 
 @proposer(uses_draft=True)
@@ -33,7 +34,7 @@ def autoregressive(
     drafts token P+2.
 
     Where n layers take turns, layer i's row P is (what layer i-1 gave at P, token P+1+i): see
-    `ingest` and `_next_rows` for which rows run when.
+    `ingest` and `prepare_eagle_decode` for which rows run when.
 
     Args:
         draft_sampling: "greedy" (one-hot proposals), "sample" (from q, kept for the rule) or
@@ -41,7 +42,7 @@ def autoregressive(
         temperature: of q; None takes the request's own. Requests at temperature 0 draft greedily.
     """
     model, cache = draft
-    ids = next_token_ids(state, batch, committed)
+    ids, positions = next_token_ids(state, batch, committed)
     last = committed.last_rows
     for_logits, ingested = ingest(draft, ids, model.features(out), batch, last)
     num_requests = len(batch.request_slots)
@@ -55,44 +56,51 @@ def autoregressive(
         temperatures = torch.where(sampled, temperature, temperatures)
     round_keys = Keys(state.seeds[slots], committed.num_tokens)
 
-    positions = batch.positions[last]
+    steps = ops().prepare_eagle_decode(
+        positions,
+        batch.block_tables,
+        num_draft_tokens=num_draft_tokens,
+        num_depths=model.num_depths,
+        block_size=batch.block_size,
+    )
+    filters = [temperatures] * 3  # which nobody reads
+    if batch.filters:
+        filters = [state.top_k[slots], state.top_p[slots], state.min_p[slots]]
+    q = draft_dist(state, batch, model)
     token_ids, is_delta = [], []
     recycled = [ingested[0]]  # of the row behind each drafted token, [R, H]
     rows = ingested[0][:, None]  # of the last pass's rows, [R, m, H]
     for step in range(num_draft_tokens):
         if step:
-            step_batch = _next_rows(batch, positions, step, model.num_depths)
+            step_batch = _next_batch(batch, steps[step - 1])
             hidden = _next_hidden(rows, recycled, ingested, step)
-            valid = step_batch.row_valid[:, None]
-            drafted = model.forward(
-                torch.stack(token_ids[-hidden.shape[1] :], dim=1).flatten(),
-                torch.where(valid, hidden.flatten(0, 1), 0),
-                step_batch,
-                cache,
-                step,
-            )
+            count, hidden = hidden.shape[1], hidden.flatten(0, 1)
+            if model.num_depths > 1:  # else every row is valid
+                hidden = torch.where(step_batch.row_valid[:, None], hidden, 0)
+            step_ids = token_ids[-1]
+            if count > 1:
+                step_ids = torch.stack(token_ids[-count:], dim=1).flatten()
+            drafted = model.forward(step_ids, hidden, step_batch, cache, step)
             rows = drafted.recycle.view(num_requests, -1, drafted.recycle.shape[-1])
             for_logits = drafted.for_logits.view(num_requests, -1, drafted.for_logits.shape[-1])
             for_logits = for_logits[:, -1]
             recycled.append(rows[:, -1])
-        sample = sample_draft(
+        ids, delta = sample_draft_(
+            q,
             model.logits(for_logits, step),
             temperature=temperatures,
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
+            top_k=filters[0],
+            top_p=filters[1],
+            min_p=filters[2],
+            vocab_size=model.vocab_size,
             keys=round_keys,
             offset=step,
             mode=draft_sampling,
-            vocab_size=model.vocab_size,
-            vocab_map=model.vocab_map,
             filters=batch.filters,
             all_greedy=batch.all_greedy,
         )
-        if draft_sampling == "sample" and state.q_logits.shape[2]:
-            write_draft_dist_(state, slots, step, sample)
-        token_ids.append(sample.token_ids)
-        is_delta.append(sample.is_delta)
+        token_ids.append(ids)
+        is_delta.append(delta)
     return Drafts(
         token_ids=torch.stack(token_ids, dim=1),
         is_delta=torch.stack(is_delta, dim=1),
@@ -140,17 +148,8 @@ def ingest(
     return for_logits, last
 
 
-def write_draft_dist_(state: State, slots: Tensor, step: int, sample: DraftSample) -> None:
-    """Keep q of one draft step in State's reserved buffer."""
-    state.q_logits[slots, step] = sample.logits
-    state.q_max[slots, step] = sample.max
-    state.q_cutoff[slots, step] = sample.cutoff
-    state.q_lse[slots, step] = sample.lse
-    state.q_inv_temperature[slots] = sample.inv_temperature
-
-
 def _next_hidden(rows: Tensor, recycled: list[Tensor], ingested: list[Tensor], step: int) -> Tensor:
-    """Hidden states [R, m, H] of the rows that draft step `step` >= 1 runs (see `_next_rows`)."""
+    """Hidden states [R, m, H] of the rows that draft step `step` >= 1 runs (see `_next_batch`)."""
     num_depths = len(ingested)
     depth = step % num_depths
     if depth == 0:  # the first layer again: a row a draft, each behind the one that made it
@@ -162,72 +161,43 @@ def _next_hidden(rows: Tensor, recycled: list[Tensor], ingested: list[Tensor], s
     return torch.cat((ingested[depth - 1][:, None], rows), dim=1)
 
 
-def _next_rows(batch: Batch, last: Tensor, step: int, num_depths: int) -> Batch:
-    """The rows of draft step i >= 1, for layer i mod n.
-
-    Before the first turn is over (i < n) layer i lacks the i rows up to position N - 2, whose
-    tokens are the drafts so far. In a later turn the n drafts of the turn before count as
-    committed, so each layer lacks n rows, the last n drafts. One layer: one row a step.
-
-    Args:
-        last: [R] position N - 2 of each request.
-
-    Returns:
-        A batch of R * m rows, m = min(i, n); rows before position 0 are invalid.
-    """
-    count = min(step, num_depths)
-    offsets = torch.arange(1 - count, 1, device=last.device) + step // num_depths * num_depths
-    positions = (last[:, None] + offsets).flatten()
-    num_requests = len(last)
-    request = torch.arange(num_requests, device=last.device)
+def _next_batch(batch: Batch, rows: DraftRows) -> Batch:
+    """The rows of a draft step after the first (`prepare_eagle_decode`), m a request."""
+    count = len(rows.positions) // len(rows.seq_lens)
+    numbers = torch.arange(len(rows.positions), device=rows.positions.device).view(-1, count)
     groups, start = [], 0
     for group in batch.groups:
         end = start + len(group.query_index)
-        groups.append(request[start:end, None] * count + torch.arange(count, device=last.device))
+        groups.append(
+            attention_group(
+                numbers[start:end], rows.positions, group.block_tables, batch.block_size
+            )
+        )
         start = end
-    starts = torch.arange(num_requests + 1, device=last.device) * count
-    everywhere = torch.ones_like(positions, dtype=torch.bool)
-    request = request.repeat_interleave(count)
-    seq_lens = last + offsets[-1] + 1
-    return _placed(batch, positions, everywhere, request, groups, starts, seq_lens, count)
+    return replace(
+        batch,
+        input_ids=rows.positions,
+        max_query_len=count,
+        groups=tuple(groups),
+        **rows._asdict(),
+    )
 
 
 def _moved_back(batch: Batch, request: Tensor, depth: int) -> Batch:
     """The batch with every row `depth` positions earlier; rows before position 0 are invalid."""
-    indices = [group.query_index for group in batch.groups]
-    positions, lens = batch.positions - depth, (batch.seq_lens - depth).clamp(min=0)
-    start, longest = batch.query_start, batch.max_query_len
-    return _placed(batch, positions, batch.row_valid, request, indices, start, lens, longest)
-
-
-def _placed(
-    batch: Batch,
-    positions: Tensor,
-    valid: Tensor,
-    request: Tensor,
-    query_indices: list[Tensor],
-    query_start: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-) -> Batch:
-    """Rows of the batch's requests at other positions, in lookahead slots where they are new."""
-    block_size = batch.block_size
-    valid = valid & (positions >= 0)
+    positions = batch.positions - depth
+    valid = batch.row_valid & (positions >= 0)
     positions = torch.where(valid, positions, 0)
-    slot_mapping = slot_of(batch.block_tables, request, positions, block_size)
+    slot_mapping = slot_of(batch.block_tables, request, positions, batch.block_size)
     return replace(
         batch,
         input_ids=positions,
         positions=positions,
-        query_start=query_start,
-        seq_lens=seq_lens,
-        slot_mapping=torch.where(valid, slot_mapping, NULL_BLOCK * block_size),
-        logits_indices=query_start[1:] - 1,
-        cu_num_logits=torch.arange(len(query_start), device=positions.device),
+        seq_lens=(batch.seq_lens - depth).clamp(min=0),
+        slot_mapping=torch.where(valid, slot_mapping, NULL_BLOCK * batch.block_size),
         row_valid=valid,
-        max_query_len=max_query_len,
         groups=tuple(
-            attention_group(index, positions, group.block_tables, block_size)
-            for index, group in zip(query_indices, batch.groups, strict=True)
+            attention_group(group.query_index, positions, group.block_tables, batch.block_size)
+            for group in batch.groups
         ),
     )
