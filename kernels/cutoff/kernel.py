@@ -37,7 +37,7 @@ from specdec.kernels.row_stats.reference import RowStats, block_size
 
 CANDIDATES = 2048  # most that one program holds
 MAX_J = 1024
-TILE = 4096  # ids read at once
+TILE = 2048  # ids read at once; more would leave one program of `_select` to a processor
 STEPS = 12  # see `row_mass_key`
 
 

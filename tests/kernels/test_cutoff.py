@@ -227,7 +227,7 @@ def test_compiles_for_sm90():
                 select | {"logits_ptr": kind, "chunk_max_ptr": kind},
                 {
                     "EXCLUDED": EXCLUDED[dtype], "SLACK": 1e-6, "BLOCK": 1024, "BLOCKS": 128,
-                    "CHUNK": 32, "CHUNKS": 4096, "CANDIDATES": 2048, "MAX_J": 1024, "TILE": 4096,
+                    "CHUNK": 32, "CHUNKS": 4096, "CANDIDATES": 2048, "MAX_J": 1024, "TILE": 2048,
                     "MASS_BLOCK": 4096, "MASSES": 32, "STEPS": 12, "OVERLAP": True,
                 },
                 num_warps=8,
