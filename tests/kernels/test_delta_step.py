@@ -17,7 +17,8 @@ SHAPES = [  # key heads, value heads, Dk, Dv, convolution width
     (1, 3, 18, 9, 3),
     (2, 2, 16, 40, 2),
 ]
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# the interpreter cuts fp32 off to bf16 where a GPU rounds
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2 if device == "cuda" else 5e-2}
 
 
 def normal(*shape, generator, dtype=torch.float32):
@@ -86,7 +87,7 @@ CASES = [  # shape, window, dtype, turns
     (SHAPES[2], 3, FP32, 2),
     (SHAPES[3], 1, FP32, 2),
     *(
-        pytest.param(shape, window, dtype, 12, marks=pytest.mark.slow)
+        pytest.param(shape, window, dtype, 8, marks=pytest.mark.slow)
         for shape in SHAPES
         for window in (1, 2, 5)
         for dtype in (FP32, BF16)
@@ -111,7 +112,7 @@ def test_steps_equal_the_reference(shape, window, dtype, turns):
                 length[slot] = 0
             real = rng.randint(1, window)
             if turn % 3 == 1 and (not steps or rng.random() < 0.3):
-                real = rng.randint(window + 1, 20 if turn < 9 else 90)
+                real = rng.randint(window + 1, 20 if turn < 6 else 90)
             steps.append((slot, length[slot], real + rng.choice([0, 0, 3]), real))
             length[slot] += real if real > window else rng.randint(1, real)
         batch = batch_of(steps, padding=rng.choice([(), (2, 1), (window,)]))
