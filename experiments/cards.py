@@ -48,7 +48,7 @@ Greedy drafting and decoding with K = {k} in {dtype}; intervals are 95%, by boot
 | acceptance length, `data=builtin`, {builtin_tokens} tokens ({builtin_prompts}) | {builtin} |
 | kept by position, held-out prompts | {positions} |
 | words of {num_samples} samples at temperature {temperature} that the training text has | {known} |
-| repeated 8-grams in them | {repeated} |
+| repeated 8-grams in them | {repeated} [{repeated_low}, {repeated_high}] |
 
 Chat template: `<|user|>text<|end|><|assistant|>answer<|end|>`. Positions past some 400 tokens were
 not trained.
@@ -77,7 +77,7 @@ def model_card(pair: str, records: Mapping[str, Mapping[str, Any]]) -> str:
         target_passes=target["tokens"],
         epochs=target["epochs"],
         target_seconds=target["seconds"],
-        device=target["device"],
+        device=target["device_name"],
         head_passes=head["tokens"],
         head_seconds=head["seconds"],
         unroll=head["config"]["unroll"]["num_steps"],
@@ -96,6 +96,8 @@ def model_card(pair: str, records: Mapping[str, Mapping[str, Any]]) -> str:
         temperature=json.dumps(text["temperature"]),
         known=_percent(samples["known_word_share"]),
         repeated=_percent(samples["repeated_8gram_share"]),
+        repeated_low=_percent(samples["repeated_8gram_share_ci95"][0]),
+        repeated_high=_percent(samples["repeated_8gram_share_ci95"][1]),
     )
 
 

@@ -219,6 +219,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in everything.values()),
         "least_used_expert": least_used(loads) if loads else None,
         "device": str(device),
+        "device_name": runtime.device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "config": plain(cfg),
     }

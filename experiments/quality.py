@@ -2,6 +2,7 @@
 
     python experiments/quality.py target.path=run/target draft.path=run/head \
         text.heldout_path=data/small/heldout text.words_path=data/small/words.txt
+    python experiments/quality.py target=deepseek_mtp draft=deepseek_mtp  # without these texts
 
 The run folder gets `quality.json` and `samples.txt`.
 """
@@ -51,7 +52,9 @@ def quality(cfg: DictConfig, folder: Path) -> float | None:
         found = result[name]
         rows.append([f"acceptance length, {name}", number(found["acceptance_length"])])
         rows.append([f"  less n-gram's, {name}", number(found["above_ngram"])])
-    rows += [[f"samples: {k}", number(v)] for k, v in result["samples"].items()]
+    for name, value in result["samples"].items():
+        shown = ", ".join(map(number, value)) if isinstance(value, list) else number(value)
+        rows.append([f"samples: {name}", shown])
     print_table(str(cfg.target.path), ["", ""], rows)
     print(f"results: {folder}")
     return result["heldout"]["acceptance_length"]
@@ -89,8 +92,8 @@ def compare(cfg: DictConfig, models: Any, stages: Any, rival: Any, prompts: Any)
     }
 
 
-def heldout_bits(cfg: DictConfig, models: Any) -> float:
-    """Bits a byte of the held-out answers."""
+def heldout_bits(cfg: DictConfig, models: Any) -> float | None:
+    """Bits a byte of the held-out answers; None where they are not at hand."""
     import torch
 
     from specdec.experiments.targets import packed_forward
@@ -99,6 +102,8 @@ def heldout_bits(cfg: DictConfig, models: Any) -> float:
     from specdec.training.pretraining import bits_per_byte
     from specdec.training.tokenizer import bytes_of_ids
 
+    if cfg.text.heldout_path is None:
+        return None
     target = models.target
     rows = [to_device(row, models.device) for row in heldout_rows(cfg.text, target.vocab_size)]
     return bits_per_byte(
@@ -110,33 +115,38 @@ def heldout_bits(cfg: DictConfig, models: Any) -> float:
 
 
 def sampled(cfg: DictConfig, models: Any, prompts: Any, folder: Path) -> dict[str, Any]:
-    """Plainly sampled answers: the share of their words that the training text has, and of their
-    8-grams that repeat an earlier one."""
+    """Plainly sampled answers, to each prompt in turn until there are enough: the share of their
+    words that the training text has, and of their 8-grams that repeat an earlier one of the same
+    answer."""
     from specdec import metrics
     from specdec.build import plain_stages
     from specdec.experiments.decoding import decode_prompts
     from specdec.prompts.records import PromptSet
 
     text = cfg.text
-    chosen = prompts.prompts[: text.num_samples]
-    few = PromptSet(prompts.name, chosen, prompts.turns)
+    few = PromptSet(prompts.name, prompts.prompts[: text.num_samples], prompts.turns)
     sampling = {
         **plain(cfg.sampling),
         "temperature": text.temperature,
         "max_tokens": text.max_tokens,
+        "num_samples": -(-text.num_samples // len(few.prompts)),
     }
     cfg = changed(cfg, sampling=sampling)
     decoded = decode_prompts(cfg, models, plain_stages(cfg), few)
-    known = set(Path(text.words_path).read_text(encoding="utf-8").split())
-    share, unknown = known_words(decoded.texts, known)
-    lines = [f"> {p.turns[0]}\n{t}\n" for p, t in zip(chosen, decoded.texts, strict=True)]
+    asked = [p.turns[0] for p in few.prompts for _ in range(sampling["num_samples"])]
+    lines = [f"> {prompt}\n{t}\n" for prompt, t in zip(asked, decoded.texts, strict=True)]
     (folder / "samples.txt").write_text("\n".join(lines), encoding="utf-8")
+    share, unknown = None, []
+    if text.words_path is not None:
+        known = set(Path(text.words_path).read_text(encoding="utf-8").split())
+        share, unknown = known_words(decoded.texts, known)
+    found = metrics.summarize(decoded.outputs, 0)
     return {
         "known_word_share": share,
         "unknown_words": ", ".join(unknown[:20]),
-        "repeated_8gram_share": metrics.summarize(decoded.outputs, 0)["repeated_8gram_share"],
-        "num_samples": len(chosen),
-        "ended_share": sum(o.finish_reason == "stop" for o in decoded.outputs) / len(chosen),
+        **{name: found[name] for name in ("repeated_8gram_share", "repeated_8gram_share_ci95")},
+        "num_samples": len(asked),
+        "ended_share": sum(o.finish_reason == "stop" for o in decoded.outputs) / len(asked),
     }
 
 

@@ -202,9 +202,10 @@ def summarize(outputs: Sequence[Output], num_draft_tokens: int, *, seed: int = 0
     counts = count_rounds([r for o in outputs for r in o.rounds], num_draft_tokens)
     repeats: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for output in outputs:
-        repeated, total = repeated_ngrams(output.token_ids)
-        repeats[output.prompt_id][0] += repeated
+        again, total = repeated_ngrams(output.token_ids)
+        repeats[output.prompt_id][0] += again
         repeats[output.prompt_id][1] += total
+    repeated, possible = zip(*repeats.values(), strict=True) if repeats else ((), ())
     fresh_ids = {p for p, (r, t) in repeats.items() if r < LOW_REPEAT_SHARE * max(t, 1)}
     fresh = [o for o in outputs if o.prompt_id in fresh_ids]
     fresh_counts = count_rounds([r for o in fresh for r in o.rounds])
@@ -218,10 +219,8 @@ def summarize(outputs: Sequence[Output], num_draft_tokens: int, *, seed: int = 0
         "num_outputs": len(outputs),
         "num_output_tokens": sum(len(o.token_ids) for o in outputs),
         "num_errors": sum(o.finish_reason == "error" for o in outputs),
-        "repeated_8gram_share": ratio(
-            sum(repeated for repeated, _ in repeats.values()),
-            sum(total for _, total in repeats.values()),
-        ),
+        "repeated_8gram_share": ratio(sum(repeated), sum(possible)),
+        "repeated_8gram_share_ci95": list(bootstrap_interval(repeated, possible, seed=seed)),
         "bytes_per_round": ratio(sum(o.num_bytes for o in outputs), counts.rounds),
         "output_sha256": output_sha256([o.token_ids for o in outputs]),
     }

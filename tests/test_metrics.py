@@ -128,6 +128,7 @@ def test_loops_are_set_apart():
     ]
     summary = metrics.summarize(outputs, 1)
     assert summary["repeated_8gram_share"] == pytest.approx(7 / 19)
+    assert summary["repeated_8gram_share_ci95"] == pytest.approx([0, 7 / 10])  # of two prompts
     assert summary["num_prompts_low_repeat"] == 1
     assert summary["acceptance_length_low_repeat"] == 1.0
     assert summary["acceptance_length"] == pytest.approx(31 / 23)

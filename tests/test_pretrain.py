@@ -18,6 +18,7 @@ from small_text import VOCAB, write_small_data
 from token_data import make_row_of
 
 import specdec.conf
+from specdec.build import load_models
 from specdec.checks import check_keys
 from specdec.config import register_schemas
 from specdec.experiments import pairs as driver
@@ -140,7 +141,7 @@ def test_a_pair_from_pretraining_to_its_card(train_mtp, data, tmp_path):
         "quality", own / "quality", *CPU, "kernels=torch", f"target.path={target}",
         f"draft.path={own / 'head_run' / 'head'}", f"text.heldout_path={data / 'heldout'}",
         f"text.words_path={data / 'words.txt'}", "text.train_data.row_tokens=512",
-        "text.num_samples=3", "text.max_tokens=12", "data.num_prompts=5", "builtin.num_prompts=4",
+        "text.num_samples=7", "text.max_tokens=12", "data.num_prompts=5", "builtin.num_prompts=4",
         "builtin_max_tokens=8", "sampling.max_tokens=12",
     )  # fmt: skip
     length = judge.quality(cfg, own / "quality")
@@ -150,6 +151,14 @@ def test_a_pair_from_pretraining_to_its_card(train_mtp, data, tmp_path):
     summary = json.loads((own / "pretrain" / "summary.json").read_text())
     assert found["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=0.02)
     assert 0 < found["samples"]["known_word_share"] <= 1
+    assert found["samples"]["num_samples"] == 10  # two to each prompt
+    low, high = found["samples"]["repeated_8gram_share_ci95"]
+    assert 0 <= low <= found["samples"]["repeated_8gram_share"] <= high <= 1
+    cfg.text.heldout_path = cfg.text.words_path = None  # texts that do not ship
+    models = load_models(cfg, uses_draft=False)
+    prompts = judge.load_prompts(cfg)
+    assert judge.heldout_bits(cfg, models) is None
+    assert judge.sampled(cfg, models, prompts, own)["known_word_share"] is None
     assert found["heldout"]["num_prompts"] == 5
     assert found["builtin"]["num_prompts"] == 4
 

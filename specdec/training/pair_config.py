@@ -85,11 +85,11 @@ class PretrainConfig:
 class TextConfig:
     """How a model's English is judged."""
 
-    heldout_path: str = MISSING  # a data set of experiments/retokenize.py
+    heldout_path: str | None = None  # a data set of experiments/retokenize.py; null: no bits
     heldout_tokens: int | None = 500_000  # of it, supervised; null: all
     train_data: TrainDataConfig = field(default_factory=TrainDataConfig)  # how it is packed
-    words_path: str = MISSING  # words.txt of experiments/retokenize.py
-    num_samples: int = 20
+    words_path: str | None = None  # words.txt of experiments/retokenize.py; null: not looked up
+    num_samples: int = 240  # answers to the prompts in turn
     temperature: float = 0.8
     max_tokens: int = 200
 
