@@ -1,4 +1,7 @@
-"""Products of an 8B model against cuBLAS: each alone, and a stack of layers as a step has them."""
+"""Products that the plans give to the kernel, against cuBLAS; and a stack of layers of an 8B model.
+
+`tune.py` times what the plans leave to cuBLAS as well.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,22 @@ PRODUCTS = {
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Plain and gated products with random bf16 weights; then whole layers without attention."""
+    """Products with random bf16 weights; then whole layers without attention."""
     made = []
     for name, (num_cols, width) in PRODUCTS.items():
+        planned = [(rows, product_plan(rows, num_cols, width)) for rows in ROWS]
+        if not any(plan for _, plan in planned):
+            continue
         weights = weights_in_turn(num_cols, width, device)
-        for rows in ROWS:
+        for rows, plan in planned:
+            if plan is None:
+                continue
             x = torch.randn(rows, width, device=device).bfloat16()
-            plan = nearest_plan(rows, num_cols, width)
             run = in_turn(partial(_product, x, plan=plan), weights)
             size = weights[0].nbytes + x.nbytes + 2 * rows * num_cols
             made.append(
                 Case(f"{name}, {rows} rows", run, size, in_turn(partial(F.linear, x), weights))
             )
-    weights = weights_in_turn(2 * INNER, SIZE, device)
-    for rows in ROWS:
-        x = torch.randn(rows, SIZE, device=device).bfloat16()
-        plan = nearest_plan(rows, INNER, SIZE, gated=True)
-        run = in_turn(partial(_gated, x, plan=plan), weights)
-        size = weights[0].nbytes + x.nbytes + 2 * rows * INNER
-        baseline = in_turn(partial(_library_gated, x), weights)
-        made.append(Case(f"gate_up and silu, {rows} rows", run, size, baseline))
     return made + _stacks(device)
 
 
@@ -90,20 +89,20 @@ def _stack(
 
 
 def _planned(rows: int, x: Tensor, weight: Tensor) -> Tensor:
-    return _product(x, weight, plan=nearest_plan(rows, *weight.shape))
+    plan = product_plan(rows, *weight.shape)
+    return F.linear(x, weight) if plan is None else kernel.few_rows(x, weight, None, plan)
 
 
 def _planned_gated(rows: int, x: Tensor, weight: Tensor) -> Tensor:
     num_cols, width = weight.shape
-    return _gated(x, weight, plan=nearest_plan(rows, num_cols // 2, width, gated=True))
-
-
-def _product(x: Tensor, weight: Tensor, *, plan: Plan | None) -> Tensor:
-    return kernel.few_rows(x, weight, None, plan)
-
-
-def _gated(x: Tensor, weight: Tensor, *, plan: Plan | None) -> Tensor:
+    plan = product_plan(rows, num_cols // 2, width, gated=True)
+    if plan is None:
+        return _library_gated(x, weight)
     return kernel.few_rows_gated(x, weight, None, plan)
+
+
+def _product(x: Tensor, weight: Tensor, *, plan: Plan) -> Tensor:
+    return kernel.few_rows(x, weight, None, plan)
 
 
 def _library_gated(x: Tensor, weight: Tensor) -> Tensor:
@@ -112,12 +111,6 @@ def _library_gated(x: Tensor, weight: Tensor) -> Tensor:
 
 def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
     return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
-
-
-def nearest_plan(rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
-    """`product_plan`, or that of the fewest rows where the library would take this many."""
-    own = product_plan(rows, num_cols, width, gated=gated)
-    return own or product_plan(1, num_cols, width, gated=gated)
 
 
 def weights_in_turn(num_cols: int, width: int, device: torch.device) -> list[Tensor]:

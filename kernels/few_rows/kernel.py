@@ -27,7 +27,7 @@ from specdec.kernels.gated_act.kernel import silu_times
 from specdec.kernels.runtime import interpreting
 
 MAX_TILES = 1 << 16  # groups of outputs that programs can share
-FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3, ahead=1)
+FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3, ahead=0)
 
 
 @triton.jit

@@ -25,24 +25,17 @@ class Plan(NamedTuple):
     ahead: int  # iterations whose weights are asked for before the kernel before has ended
 
 
-Table = tuple[tuple[float, float, Plan], ...]
-# (most outputs, most of the summed dimension, plan): the first that fits
+Table = tuple[tuple[float, float, Plan | None], ...]
+# (most outputs, most of the summed dimension, plan or None for the library): the first that fits
 ANY = float("inf")
+ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
+LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
-    16: (
-        (512, ANY, Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)),
-        (8192, 6144, Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=4)),
-        (8192, ANY, Plan(cols=32, step=128, split=4, warps=4, stages=4, ahead=4)),
-        (65536, ANY, Plan(cols=32, step=128, split=1, warps=4, stages=4, ahead=4)),
-        (ANY, ANY, Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)),
-    ),
+    32: ((512, 4096, ROUTER), (65536, ANY, None), (ANY, ANY, LM_HEAD)),
 }
 GATED: dict[int, Table] = {
-    16: (
-        (8192, ANY, Plan(cols=16, step=128, split=1, warps=2, stages=4, ahead=4)),
-        (ANY, ANY, Plan(cols=32, step=128, split=1, warps=4, stages=3, ahead=4)),
-    ),
+    32: ((ANY, ANY, None),),
 }
 
 
@@ -59,7 +52,7 @@ def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = Fals
     if num_cols < MIN_COLS or width < MIN_WIDTH or width % 64:
         return None
     plan = next(plan for cols, k, plan in tables[most_rows] if num_cols <= cols and width <= k)
-    return plan if width % 128 == 0 else plan._replace(step=64)
+    return plan if plan is None or width % 128 == 0 else plan._replace(step=64)
 
 
 def plan_for(x: Tensor, weight: Tensor, *, gated: bool = False) -> Plan | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.kernels.bench import Case, seconds_of
 from specdec.kernels.few_rows import bench, kernel
-from specdec.kernels.few_rows.plan import Plan
+from specdec.kernels.few_rows.plan import Plan, product_plan
 
 GATED = "gate_up"
 STEPS = (64, 128, 256)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return seconds
 
         print(f"{name} {num_cols} x {width}", flush=True)
-        start = bench.nearest_plan(most_rows, num_cols, width, gated=gated) or kernel.FALLBACK
+        start = product_plan(most_rows, num_cols, width, gated=gated) or kernel.FALLBACK
         plan, _ = search(start, time, gated)
         rates = {
             rows: weights[0].nbytes / time(plan, rows) / 1e12 for rows in sorted({1, 16, most_rows})

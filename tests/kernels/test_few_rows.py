@@ -79,25 +79,27 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_plans():
-    assert product_plan(17, 4096, 4096) is None
-    assert product_plan(0, 4096, 4096) is None
-    assert product_plan(4, 8, 4096) is None
-    assert product_plan(4, 4096, 4100) is None
+    assert product_plan(33, 128, 2048) is None
+    assert product_plan(0, 128, 2048) is None
+    assert product_plan(4, 8, 2048) is None
+    assert product_plan(4, 128, 2050) is None
     for gated in (False, True):
         for num_cols, width in itertools.product(
-            (576, 4096, 6144, 14336, 128256), (576, 4096, 14336)
+            (128, 576, 4096, 6144, 14336, 128256), (576, 2048, 4096, 14336)
         ):
-            plans = {product_plan(m, num_cols, width, gated=gated) for m in range(1, 17)}
-            assert len(plans) == 1
+            for most in GATED if gated else PRODUCTS:
+                plans = {product_plan(m, num_cols, width, gated=gated) for m in (1, 9, 16, most)}
+                assert len(plans) == 1
             plan = plans.pop()
-            assert width % plan.step == 0
-            assert not gated or plan.split == 1
-    x, weight = torch.zeros(4, 576), torch.zeros(1536, 576)
+            assert plan is None or width % plan.step == 0
+            assert plan is None or not gated or plan.split == 1
+    assert product_plan(4, 4096, 4096) is None  # measured: the library is faster
+    assert product_plan(4, 128256, 4096) is not None
+    x, weight = torch.zeros(4, 576), torch.zeros(128, 576)
     assert plan_for(x, weight) is None  # fp32
     assert plan_for(x.bfloat16(), weight) is None
-    assert plan_for(x.bfloat16(), weight.bfloat16()) == product_plan(4, 1536, 576)
-    gated = product_plan(4, 768, 576, gated=True)
-    assert plan_for(x.bfloat16(), weight.bfloat16(), gated=True) == gated
+    assert plan_for(x.bfloat16(), weight.bfloat16()) == product_plan(4, 128, 576)
+    assert plan_for(x.bfloat16(), weight.bfloat16(), gated=True) is None
     assert plan_for(x.bfloat16(), weight.bfloat16()[:, ::2]) is None
 
 
@@ -153,19 +155,21 @@ def test_overlapped_chain_equals_one_by_one():
 
 
 def compiles():
+    from specdec.kernels.few_rows.kernel import FALLBACK
+
     pointers = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
     signature = dict.fromkeys(pointers, "*bf16") | {
         "partial_ptr": "*fp32", "arrived_ptr": "*i32", "num_rows": "i32",
     }  # fmt: skip
-    shapes = [
-        (6144, 4096, False),
-        (4096, 14336, False),
-        (14336, 4096, False),
-        (128256, 4096, False),
+    some = Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=2)
+    cuts = [
+        (6144, 4096, False, some),
+        (14336, 4096, True, some._replace(split=1, cols=16)),
+        (1000, 576, False, FALLBACK._replace(ahead=1)),
+        (128256, 4096, False, product_plan(4, 128256, 4096)),
+        (128, 2048, False, product_plan(4, 128, 2048)),
     ]
-    shapes += [(14336, 4096, True), (1536, 576, True), (1000, 576, False), (128, 2048, False)]
-    for num_cols, width, gated in shapes:
-        plan = product_plan(4, num_cols, width, gated=gated)
+    for num_cols, width, gated, plan in cuts:
         constants = {
             "X_STRIDE": width,
             "N": num_cols, "K": width, "ROWS": 16, "COLS": plan.cols, "STEP": plan.step,
@@ -202,7 +206,7 @@ def test_search_keeps_the_best_of_each_figure():
 def test_compiles_for_sm90():
     tables = (*PRODUCTS.values(), *GATED.values())
     known = {item.constants["COLS"] for item in compiles()}
-    assert {plan.cols for table in tables for _, _, plan in table} <= known
+    assert {plan.cols for table in tables for _, _, plan in table if plan} <= known
     for result in compile_sm90(list(compiles())):
         assert result.spilled == 0
         assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
@@ -211,7 +215,7 @@ def test_compiles_for_sm90():
         assert 0 < result.ptx.index("prefetch.global.L2") < wait < result.ptx.index("cp.async")
 
 
-def test_layers_run_it_for_few_rows_of_large_matrices(monkeypatch):
+def test_layers_run_it_where_it_is_planned(monkeypatch):
     from specdec.kernels.few_rows import kernel
     from specdec.kernels.runtime import using
     from specdec.models import layers
@@ -223,26 +227,29 @@ def test_layers_run_it_for_few_rows_of_large_matrices(monkeypatch):
         return x.new_zeros(x.shape[0], plan.cols)
 
     monkeypatch.setattr(kernel, "few_rows", spy)
-    x, large, small = torch.randn(4, 512), torch.randn(1024, 512), torch.randn(8, 512)
-    x, large, small = (tensor.to(DEVICE, torch.bfloat16) for tensor in (x, large, small))
-    layers.linear(x, large)
+    x, router, small = torch.randn(4, 512), torch.randn(128, 512), torch.randn(8, 512)
+    x, router, small = (tensor.to(DEVICE, torch.bfloat16) for tensor in (x, router, small))
+    layers.linear(x, router)
     with using("triton"):
         layers.linear(x, small)
-        layers.linear(x.repeat(5, 1), large)
-        layers.linear(x.float(), large.float())
+        layers.linear(x.repeat(9, 1), router)
+        layers.linear(x.float(), router.float())
         assert not seen
-        layers.linear(x, large)
-    assert seen == [(4, 1024, product_plan(4, 1024, 512))]
+        layers.linear(x, router)
+    assert seen == [(4, 128, product_plan(4, 128, 512))]
 
 
-def test_a_feed_forward_part_on_kernels():
-    """The same numbers as in torch, at a shape that the kernels take."""
+def test_a_feed_forward_part_on_kernels(monkeypatch):
+    """The same numbers as in torch, where plans give it to the kernel and where they do not."""
+    from specdec.kernels.few_rows import plan as plans
     from specdec.kernels.runtime import using
     from specdec.models import layers
 
     x, gate_up, gate_up_bias = inputs(2, 2 * 512, 512, torch.bfloat16)
     _, down, bias = inputs(1, 576, 512, torch.bfloat16)
     expected = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
-    with using("triton"):
-        ours = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
-    close(ours, expected)
+    for plan in (None, Plan(cols=32, step=128, split=1, warps=4, stages=3, ahead=0)):
+        monkeypatch.setitem(plans.GATED, 32, ((plans.ANY, plans.ANY, plan),))
+        with using("triton"):
+            ours = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
+        close(ours, expected)
