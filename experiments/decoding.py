@@ -161,7 +161,8 @@ def output_of(tokenizer: Any, task: Task, result: Result) -> Output:
 
 
 def warm_up(engine: Engine, request: Request) -> None:
-    """Touch every shape once, so that no first call is timed."""
+    """Touch every shape once, so that no first call is timed and no graph is captured then."""
+    engine.runner.warm_up([(request.is_greedy, request.has_filters)])
     tokens = min(WARMUP_TOKENS, request.max_tokens)
     short = Request(**{**request.__dict__, "max_tokens": tokens, "ignore_eos": True})
     generate(engine, [short])

@@ -55,5 +55,5 @@ def progress(description: str, total: int) -> Iterator[Any]:
 
 def warm_up(engine: Any) -> None:
     """Capture an engine's graphs behind a bar."""
-    with progress("CUDA graphs", engine.runner.num_graphs) as advance:
-        engine.runner.warm_up(advance)
+    with progress("CUDA graphs", engine.runner.num_shapes) as advance:
+        engine.runner.warm_up(on_shape=advance)

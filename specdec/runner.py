@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from specdec.padding import buckets, pad, plans
 from specdec.schedule import Limits
 from specdec.state import Plan, State, apply_plan_, upload
 from specdec.step import Model, Stages, StepShape, decode_step, plan_rows, step_shape
+
+GREEDY_AND_SAMPLED = ((True, False), (False, False))  # steps' `all_greedy` and `filters`
 
 
 class Outcome(NamedTuple):
@@ -81,22 +83,28 @@ class Runner:
         return Outcome(host, done)
 
     @property
-    def num_graphs(self) -> int:
-        """Graphs that `warm_up` captures; 0 when steps are not graphs."""
-        return 2 * len(list(plans(self.limits, self.buckets))) if self.graphs else 0
+    def num_shapes(self) -> int:
+        """Padded shapes; 0 when steps are not graphs."""
+        return len(list(plans(self.limits, self.buckets))) if self.graphs else 0
 
     @torch.inference_mode()
-    def warm_up(self, on_graph: Callable[[], object] = lambda: None) -> None:
-        """Capture the graphs of every padded shape, greedy and sampling, the largest first.
+    def warm_up(
+        self,
+        kinds: Sequence[tuple[bool, bool]] = GREEDY_AND_SAMPLED,
+        on_shape: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Capture the graphs of every padded shape, the largest first.
 
         Args:
-            on_graph: called after each.
+            kinds: of requests that steps will have, as `all_greedy` and `filters` of a Plan.
+            on_shape: called after each shape.
         """
         for plan in plans(self.limits, self.buckets) if self.graphs else ():
-            for greedy in (True, False):
+            for all_greedy, filters in kinds:
+                kind = replace(plan, all_greedy=all_greedy, filters=filters)
                 with using(self.kernels):
-                    self._run_(step_shape(replace(plan, all_greedy=greedy)), plan_rows(plan))
-                on_graph()
+                    self._run_(step_shape(kind), plan_rows(kind))
+            on_shape()
 
     def _run_(self, shape: StepShape, rows: Tensor) -> Tensor:
         def step(rows: Tensor) -> Tensor:

@@ -57,6 +57,16 @@ class Request:
     seed: int = 0
     ignore_eos: bool = False
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether filters change what is drawn; they never do at temperature 0."""
+        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return filters and not self.is_greedy
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -178,8 +188,8 @@ def schedule(
         new_blocks=tuple(new_blocks),
         preempted=tuple(sorted(preempted)),
         num_draft_tokens=num_draft_tokens,
-        all_greedy=all(s.request.temperature < GREEDY_EPSILON for s, _, _ in scheduled),
-        filters=any(_has_filters(s.request) for s, _, _ in scheduled),
+        all_greedy=all(s.request.is_greedy for s, _, _ in scheduled),
+        filters=any(s.request.has_filters for s, _, _ in scheduled),
     )
 
 
@@ -231,10 +241,6 @@ def _admission(sequence: Sequence, slot: int) -> Admission:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
     )
-
-
-def _has_filters(request: Request) -> bool:
-    return request.top_k > 0 or request.top_p < 1 or request.min_p > 0
 
 
 def _bucket(rows: int) -> int:

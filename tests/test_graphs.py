@@ -101,8 +101,8 @@ def test_warm_up_captures_every_shape(monkeypatch):
     captured = []
     engine = engine_of(max_num_seqs=4)
     before = engine.state.token_ids.clone(), engine.state.num_tokens.clone()
-    engine.runner.warm_up(lambda: captured.append(1))
-    assert len(captured) == engine.runner.num_graphs == len(engine.runner.steps)
+    engine.runner.warm_up(on_shape=lambda: captured.append(1))
+    assert len(captured) == engine.runner.num_shapes == len(engine.runner.steps) / 2
     assert torch.equal(engine.state.num_tokens, before[1])
     plain = requests([[7, 3, 60], [4] * 20, [9]], max_tokens=9)
     monkeypatch.setattr(runner_module, "graphed", None)  # nothing is left to capture
