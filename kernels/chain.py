@@ -4,7 +4,8 @@ A kernel launched with `overlapped()` may start as soon as every program of the 
 the stream has called `gdc_launch_dependents` or ended. What makes that safe, in every kernel that
 is launched so:
 
-* It calls `gdc_launch_dependents` first, so that the next kernel may come in beside it.
+* It calls `gdc_launch_dependents` first, so that the next kernel may come in beside it, or later
+  where programs that only wait would take room from its own.
 * Before `gdc_wait` it reads only what no kernel of a step writes (weights, biases, norms) or what
   was complete before the last ordinary launch in the stream. There it asks for them, so that memory
   is busy while the kernels before it run out.

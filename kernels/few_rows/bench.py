@@ -113,9 +113,11 @@ def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
     return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
 
 
-def weights_in_turn(num_cols: int, width: int, device: torch.device) -> list[Tensor]:
+def weights_in_turn(
+    num_cols: int, width: int, device: torch.device, at_least: int = 1
+) -> list[Tensor]:
     """Enough matrices [num_cols, width] that none stays in the cache until its next turn."""
-    count = -(-COLD_BYTES // (2 * num_cols * width))
+    count = max(at_least, -(-COLD_BYTES // (2 * num_cols * width)))
     return [_weight(num_cols, width, device) for _ in range(count)]
 
 

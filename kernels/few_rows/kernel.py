@@ -1,8 +1,11 @@
 """Products of few rows with a large matrix: every weight is read once, at the rate of memory.
 
 Each program streams the rows of its own outputs. Between products memory would stand still while
-one kernel runs out and the next fills up, so the kernels overlap (`specdec.kernels.chain`): a
-program asks for its first weights before it waits for the activations that they multiply.
+one kernel runs out and the next fills up, so kernels may overlap (`specdec.kernels.chain`): a
+program then asks for its first weights before it waits for the activations that they multiply. How
+many it asks for, and whether the next kernel may come in at once or only when the weights of this
+one have been read, are figures of a plan, because programs that wait take room and memory's time
+from those that work.
 
 Where several programs share an output, each leaves its partial sums and the last to arrive adds
 them, always in the same order. Arrivals are counted in memory that every call finds at zero and
@@ -27,7 +30,7 @@ from specdec.kernels.gated_act.kernel import silu_times
 from specdec.kernels.runtime import interpreting
 
 MAX_TILES = 1 << 16  # groups of outputs that programs can share
-FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3, ahead=0)
+FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3)
 
 
 @triton.jit
@@ -48,6 +51,34 @@ def _ask_for_rows(rows_ptr, first, K: tl.constexpr, COUNT: tl.constexpr, LINE: t
     """COUNT elements from `first` on of each row, LINE a time; nothing past the row's K."""
     at = tl.minimum(first + tl.arange(0, COUNT // LINE) * LINE, K - 1)
     ask_for(rows_ptr[:, None] + at[None, :])
+
+
+@triton.jit
+def _weights(rows_ptr, at, K: tl.constexpr, INSIDE: tl.constexpr, UPCAST: tl.constexpr):
+    """[K part, outputs]: elements `at` of each row; masked where they may lie past K."""
+    if INSIDE:
+        weights = tl.load(rows_ptr[None, :] + at[:, None])
+    else:
+        weights = tl.load(rows_ptr[None, :] + at[:, None], mask=(at < K)[:, None], other=0.0)
+    return weights.to(tl.float32) if UPCAST else weights
+
+
+@triton.jit
+def _activations(rows_ptr, at, is_row, K: tl.constexpr, INSIDE: tl.constexpr, UPCAST: tl.constexpr):
+    """[rows, K part]; masked as `_weights`."""
+    mask = is_row[:, None]
+    if not INSIDE:
+        mask = mask & (at < K)[None, :]
+    x = tl.load(rows_ptr[:, None] + at[None, :], mask=mask, other=0.0)
+    return x.to(tl.float32) if UPCAST else x
+
+
+@triton.jit
+def _sum_of_parts(place, size, is_out, SPLIT: tl.constexpr):
+    total = tl.load(place, mask=is_out, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, SPLIT):
+        total += tl.load(place + part * size, mask=is_out, other=0.0, cache_modifier=".cg")
+    return total
 
 
 @triton.jit
@@ -72,7 +103,7 @@ def _few_rows(
     weight_ptr,  # [N, K]; gated [2 N, K]
     bias_ptr,  # [N]; gated [2 N]
     out_ptr,  # [num_rows, N]
-    partial_ptr,  # [SPLIT, num_rows, N] fp32
+    partial_ptr,  # [SPLIT, num_rows, N] fp32; gated [2, SPLIT, num_rows, N]
     arrived_ptr,  # [tiles] int32, zeros
     num_rows,
     X_STRIDE: tl.constexpr,  # a constant, so that 16 bytes of a row are one copy
@@ -83,6 +114,8 @@ def _few_rows(
     STEP: tl.constexpr,
     SPLIT: tl.constexpr,
     AHEAD: tl.constexpr,
+    HELD: tl.constexpr,
+    LATE: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -91,7 +124,7 @@ def _few_rows(
     tile = tl.program_id(0)
     part = tl.program_id(1)
     steps: tl.constexpr = ((K + STEP - 1) // STEP + SPLIT - 1) // SPLIT
-    is_even: tl.constexpr = K % (STEP * SPLIT) == 0
+    inside: tl.constexpr = K % (STEP * SPLIT) == 0
     row = tl.arange(0, ROWS)
     col = tile * COLS + tl.arange(0, COLS)
     k = tl.arange(0, STEP)
@@ -99,41 +132,40 @@ def _few_rows(
     is_row = row < num_rows
     # outputs past the last repeat its row, and are not stored
     weight_rows = weight_ptr + tl.minimum(col, N - 1).to(tl.int64) * K
+    x_rows = x_ptr + row.to(tl.int64) * X_STRIDE
     if OVERLAP:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         if AHEAD > 0:
             # elements of the 128 bytes that one prefetch brings
             line: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
             _ask_for_rows(weight_rows, first, K, AHEAD * STEP, line)
             if GATED:
                 _ask_for_rows(weight_rows + N * K, first, K, AHEAD * STEP, line)
+    if HELD > 0:  # on their way into registers while the kernel before runs out
+        held_at = first + tl.arange(0, HELD * STEP)
+        held_gate = _weights(weight_rows, held_at, K, inside, UPCAST)
+        if GATED:
+            held_up = _weights(weight_rows + N * K, held_at, K, inside, UPCAST)
+    if OVERLAP:
         gdc_wait()
-    x_rows = x_ptr + row.to(tl.int64) * X_STRIDE
+    if HELD > 0:
+        held_x = _activations(x_rows, held_at, is_row, K, inside, UPCAST)
     gate = tl.zeros((ROWS, COLS), tl.float32)
     up = tl.zeros((ROWS, COLS), tl.float32)
-    for step in range(steps):
+    for step in range(HELD, steps):
         at = first + step * STEP + k
-        if is_even:
-            x = tl.load(x_rows[:, None] + at[None, :], mask=is_row[:, None], other=0.0)
-            weight = tl.load(weight_rows[None, :] + at[:, None])
-            if GATED:
-                other = tl.load(weight_rows[None, :] + N * K + at[:, None])
-        else:
-            inside = at < K
-            x_mask = is_row[:, None] & inside[None, :]
-            x = tl.load(x_rows[:, None] + at[None, :], mask=x_mask, other=0.0)
-            weight = tl.load(weight_rows[None, :] + at[:, None], mask=inside[:, None], other=0.0)
-            if GATED:
-                place = weight_rows[None, :] + N * K + at[:, None]
-                other = tl.load(place, mask=inside[:, None], other=0.0)
-        if UPCAST:
-            x = x.to(tl.float32)
-            weight = weight.to(tl.float32)
-            if GATED:
-                other = other.to(tl.float32)
-        gate = tl.dot(x, weight, gate, input_precision="ieee")
+        x = _activations(x_rows, at, is_row, K, inside, UPCAST)
+        gate = tl.dot(x, _weights(weight_rows, at, K, inside, UPCAST), gate, input_precision="ieee")
         if GATED:
+            other = _weights(weight_rows + N * K, at, K, inside, UPCAST)
             up = tl.dot(x, other, up, input_precision="ieee")
+    if OVERLAP and LATE:
+        gdc_launch_dependents()
+    if HELD > 0:  # last, so that the loop's loads are not behind them
+        gate = tl.dot(held_x, held_gate, gate, input_precision="ieee")
+        if GATED:
+            up = tl.dot(held_x, held_up, up, input_precision="ieee")
     is_out = is_row[:, None] & (col < N)[None, :]
     if SPLIT == 1:
         _finish(out_ptr, bias_ptr, gate, up, row, col, is_out, N, GATED, BIASED)
@@ -141,14 +173,14 @@ def _few_rows(
         place = partial_ptr + row.to(tl.int64)[:, None] * N + col[None, :]
         size = num_rows * N
         tl.store(place + part * size, gate, mask=is_out)
+        if GATED:
+            tl.store(place + (SPLIT + part) * size, up, mask=is_out)
         tl.debug_barrier()  # the whole program has stored before it counts as arrived
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
-            total = tl.zeros((ROWS, COLS), tl.float32)
-            for other_part in tl.static_range(SPLIT):
-                total += tl.load(
-                    place + other_part * size, mask=is_out, other=0.0, cache_modifier=".cg"
-                )
-            _finish(out_ptr, bias_ptr, total, up, row, col, is_out, N, GATED, BIASED)
+            gate = _sum_of_parts(place, size, is_out, SPLIT)
+            if GATED:
+                up = _sum_of_parts(place + SPLIT * size, size, is_out, SPLIT)
+            _finish(out_ptr, bias_ptr, gate, up, row, col, is_out, N, GATED, BIASED)
             tl.store(arrived_ptr + tile, 0)
 
 
@@ -168,7 +200,7 @@ def few_rows(
 def few_rows_gated(
     x: Tensor, gate_up: Tensor, bias: Tensor | None = None, plan: Plan | None = None
 ) -> Tensor:
-    """As `reference.few_rows_gated`, for up to 64 rows; `plan` has split 1."""
+    """As `reference.few_rows_gated`, for up to 64 rows."""
     return _launch(x, gate_up, bias, plan, gated=True)
 
 
@@ -184,7 +216,8 @@ def _launch(
         return out
     tiles, partial, arrived = triton.cdiv(num_cols, plan.cols), out, out
     if plan.split > 1:
-        partial = x.new_empty((plan.split, num_rows, num_cols), dtype=torch.float32)
+        slabs = plan.split * (2 if gated else 1)
+        partial = x.new_empty((slabs, num_rows, num_cols), dtype=torch.float32)
         arrived = _arrivals(x.device)
     launch: Any = _few_rows[(tiles, plan.split)]
     launch(
@@ -203,12 +236,14 @@ def _launch(
         STEP=plan.step,
         SPLIT=plan.split,
         AHEAD=plan.ahead,
+        HELD=plan.held if plan.held * plan.step * plan.split <= width else 0,
+        LATE=plan.late,
         GATED=gated,
         BIASED=bias is not None,
         UPCAST=interpreting() and x.dtype != torch.float32,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        **overlapped(),
+        **(overlapped() if plan.overlap else {"OVERLAP": False}),
     )
     return out
 

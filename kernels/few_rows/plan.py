@@ -22,7 +22,10 @@ class Plan(NamedTuple):
     split: int  # programs that share an output
     warps: int
     stages: int
-    ahead: int  # iterations whose weights are asked for before the kernel before has ended
+    overlap: bool = True  # starts while the kernel before runs out
+    late: bool = False  # lets the next kernel start after its own weights, not at once
+    ahead: int = 0  # iterations whose weights are asked into the cache before that kernel has ended
+    held: int = 0  # iterations (a power of two) whose weights come into registers meanwhile
 
 
 Table = tuple[tuple[float, float, Plan | None], ...]

@@ -12,7 +12,7 @@ from specdec.kernels.few_rows.plan import GATED, PRODUCTS, Plan, plan_for, produ
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter cuts bfloat16 off where a GPU rounds, twice more with the activation
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 2e-2}
-SMALL = Plan(cols=16, step=32, split=1, warps=2, stages=3, ahead=2)
+SMALL = Plan(cols=16, step=32, split=1, warps=2, stages=3)
 
 
 def inputs(num_rows, num_cols, width, dtype=torch.float32, bias=True):
@@ -31,25 +31,27 @@ def close(ours, expected):
 @pytest.mark.parametrize(
     ("num_rows", "num_cols", "width"), [(1, 16, 32), (5, 37, 90), (17, 50, 64)]
 )
-@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize(("split", "held"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product(num_rows, num_cols, width, split, dtype):
+def test_product(num_rows, num_cols, width, split, held, dtype):
     from specdec.kernels.few_rows import kernel
 
     x, weight, bias = inputs(num_rows, num_cols, width, dtype)
-    plan = SMALL._replace(split=split)
+    plan = SMALL._replace(split=split, held=held)
     for own in (bias, None):
         close(kernel.few_rows(x, weight, own, plan), reference.few_rows(x, weight, own))
 
 
 @pytest.mark.parametrize(("num_rows", "inner", "width"), [(1, 16, 32), (5, 23, 90)])
+@pytest.mark.parametrize(("split", "held"), [(1, 0), (1, 1), (2, 0), (2, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_with_its_activation(num_rows, inner, width, dtype):
+def test_product_with_its_activation(num_rows, inner, width, split, held, dtype):
     from specdec.kernels.few_rows import kernel
 
     x, weight, bias = inputs(num_rows, 2 * inner, width, dtype)
+    plan = SMALL._replace(split=split, held=held)
     for own in (bias, None):
-        ours = kernel.few_rows_gated(x, weight, own, SMALL)
+        ours = kernel.few_rows_gated(x, weight, own, plan)
         close(ours, reference.few_rows_gated(x, weight, own))
 
 
@@ -92,7 +94,6 @@ def test_plans():
                 assert len(plans) == 1
             plan = plans.pop()
             assert plan is None or width % plan.step == 0
-            assert plan is None or not gated or plan.split == 1
     assert product_plan(4, 4096, 4096) is None  # measured: the library is faster
     assert product_plan(4, 128256, 4096) is not None
     x, weight = torch.zeros(4, 576), torch.zeros(128, 576)
@@ -124,7 +125,10 @@ def test_model_shapes(num_rows):
 
 
 @pytest.mark.gpu
-def test_overlapped_chain_equals_one_by_one():
+@pytest.mark.parametrize(
+    "features", [{}, {"held": 2}, {"late": True, "held": 1}, {"ahead": 2}, {"overlap": False}]
+)
+def test_overlapped_chain_equals_one_by_one(features):
     """Each kernel reads what the one before wrote, captured as a graph of overlapped launches."""
     from specdec.kernels.add_norm.kernel import add_norm
     from specdec.kernels.few_rows import kernel
@@ -132,15 +136,16 @@ def test_overlapped_chain_equals_one_by_one():
     x, up, _ = inputs(4, 2 * 2048, 1024, torch.bfloat16, bias=False)
     _, down, _ = inputs(1, 1024, 2048, torch.bfloat16, bias=False)
     norm = torch.randn(1024, device=DEVICE, dtype=torch.bfloat16)
+    plan = Plan(cols=32, step=128, split=2, warps=4, stages=4)._replace(**features)
 
     def chain(pause):
         hidden, residual = x, None
         for _ in range(20):
             normed, residual = add_norm(hidden, residual, norm, 1e-5)
             pause()
-            inner = kernel.few_rows_gated(normed, up)
+            inner = kernel.few_rows_gated(normed, up, None, plan)
             pause()
-            hidden = kernel.few_rows(inner, down)
+            hidden = kernel.few_rows(inner, down, None, plan)
             pause()
         return hidden
 
@@ -154,65 +159,121 @@ def test_overlapped_chain_equals_one_by_one():
         assert torch.equal(out, expected)
 
 
-def compiles():
-    from specdec.kernels.few_rows.kernel import FALLBACK
-
+def compiled(num_cols, width, gated, plan, num_rows=None):
+    """The kernel as it is launched for 2 to 16 rows, or for `num_rows` as a constant."""
     pointers = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
-    signature = dict.fromkeys(pointers, "*bf16") | {
-        "partial_ptr": "*fp32", "arrived_ptr": "*i32", "num_rows": "i32",
+    signature = dict.fromkeys(pointers, "*bf16") | {"partial_ptr": "*fp32", "arrived_ptr": "*i32"}
+    constants = {
+        "X_STRIDE": width,
+        "N": num_cols, "K": width, "ROWS": 16, "COLS": plan.cols, "STEP": plan.step,
+        "SPLIT": plan.split, "AHEAD": plan.ahead, "HELD": plan.held, "LATE": plan.late,
+        "GATED": gated, "BIASED": False, "UPCAST": False, "OVERLAP": plan.overlap,
     }  # fmt: skip
-    some = Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=2)
-    cuts = [
-        (6144, 4096, False, some),
-        (14336, 4096, True, some._replace(split=1, cols=16)),
-        (1000, 576, False, FALLBACK._replace(ahead=1)),
-        (128256, 4096, False, product_plan(4, 128256, 4096)),
-        (128, 2048, False, product_plan(4, 128, 2048)),
-    ]
-    for num_cols, width, gated, plan in cuts:
-        constants = {
-            "X_STRIDE": width,
-            "N": num_cols, "K": width, "ROWS": 16, "COLS": plan.cols, "STEP": plan.step,
-            "SPLIT": plan.split, "AHEAD": plan.ahead, "GATED": gated, "BIASED": False,
-            "UPCAST": False, "OVERLAP": True,
-        }  # fmt: skip
-        if num_cols == 6144:  # one row is a constant of its own
-            alone = {name: kind for name, kind in signature.items() if name != "num_rows"}
-            yield Compile(
-                "specdec.kernels.few_rows.kernel", "_few_rows", alone,
-                constants | {"num_rows": 1}, plan.warps, plan.stages,
-            )  # fmt: skip
-        yield Compile(
-            "specdec.kernels.few_rows.kernel", "_few_rows", signature, constants,
-            plan.warps, plan.stages,
-        )  # fmt: skip
+    if num_rows is None:
+        signature["num_rows"] = "i32"
+    else:
+        constants["num_rows"] = num_rows
+    return Compile(
+        "specdec.kernels.few_rows.kernel", "_few_rows", signature, constants,
+        plan.warps, plan.stages,
+    )  # fmt: skip
 
 
-def test_search_keeps_the_best_of_each_figure():
-    from specdec.kernels.few_rows.tune import search
+def test_search_finds_the_best_cut_and_features():
+    """In the layers where a product is part of one, alone elsewhere."""
+    from specdec.kernels.few_rows.tune import PRODUCTS as TUNED
+    from specdec.kernels.few_rows.tune import Times, search
+
+    tried = []
 
     def time(plan):
-        if plan.stages > 4:
-            raise RuntimeError("out of shared memory")
-        return (
-            abs(plan.cols - 16) + abs(plan.split - 4) + abs(plan.stages - 4) + abs(plan.ahead - 8)
-        )
+        tried.append(plan)
+        if plan is None:
+            return Times(3.0, 9.0)
+        if plan.stages > 6:
+            return Times(float("inf"), float("inf"))
+        layers = 5 + abs(plan.split - 4) + abs(plan.held - 4) / 8
+        return Times(2.0 - plan.late, layers)
 
-    best, seconds = search(SMALL._replace(cols=64), time, gated=False)
-    assert (best.cols, best.split, best.stages, best.ahead, seconds) == (16, 4, 4, 8, 0)
-    assert search(SMALL, time, gated=True)[0].split == 1
+    times = search(TUNED["o"], time, quick=True)
+    best = next(iter(times))
+    assert (best.cols, best.split, best.held, times[best].layers) == (32, 4, 4, 5)
+    assert len(tried) == len(set(tried)) == 1 + 2 * 5 + 6
+    assert set(search(TUNED["o"], time, quick=False)) >= set(times)
+    alone = search(TUNED["fc"], lambda plan: Times(time(plan).alone, 0.0), quick=True)
+    assert next(iter(alone)).late
+
+
+def test_search_names_lines_for_the_plan(monkeypatch, capsys):
+    """The whole command at small shapes, with a clock that stands still."""
+    from specdec.kernels.few_rows import tune
+
+    cuts = ((16, 32, 1, 2, 3),)
+    shapes = {"qkv": (96, 64), "o": (64, 64), "gate_up": (96, 64), "down": (64, 96)}
+    products = {
+        name: tune.Product(*shape, cuts, gated=name == "gate_up") for name, shape in shapes.items()
+    }
+    monkeypatch.setattr(tune, "PRODUCTS", products)
+    monkeypatch.setattr(tune, "SIZE", 64)
+    monkeypatch.setattr(tune, "ROWS", (2,))
+    monkeypatch.setattr(
+        tune, "_random", lambda rows, width: torch.randn(rows, width, device=DEVICE)
+    )
+
+    def weights(name):
+        num_cols, width, _, gated = products[name]
+        return [torch.randn(num_cols * (1 + gated), width, device=DEVICE)] * tune.LAYERS
+
+    def seconds_of(case):
+        assert case.run().isfinite().all()
+        return [1.0]
+
+    monkeypatch.setattr(tune, "_weights", weights)
+    monkeypatch.setattr(tune, "seconds_of", seconds_of)
+    monkeypatch.setattr(tune, "LAYERS", 1)
+    monkeypatch.setattr(tune, "FEATURES", tune.FEATURES[:2])
+    assert tune.main(["--quick", "gate_up"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "GATED: (96, 64, cuBLAS),  # gate_up"  # the first of equals
+    assert sum(line.startswith("gate_up") for line in lines) == 2 * 3  # each plan again at the end
+
+
+@pytest.mark.slow
+def test_tuned_cuts_fit_the_chip():
+    from specdec.kernels.few_rows.tune import PRODUCTS as TUNED
+
+    plans = {
+        (product.num_cols, product.width, product.gated, Plan(*cut)._replace(held=2))
+        for product in TUNED.values()
+        for cut in product.cuts
+    }
+    assert all(result.spilled == 0 for result in compile_sm90([compiled(*plan) for plan in plans]))
 
 
 def test_compiles_for_sm90():
-    tables = (*PRODUCTS.values(), *GATED.values())
-    known = {item.constants["COLS"] for item in compiles()}
-    assert {plan.cols for table in tables for _, _, plan in table if plan} <= known
-    for result in compile_sm90(list(compiles())):
+    from specdec.kernels.few_rows.kernel import FALLBACK
+
+    some = Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=2, held=2)
+    cuts = [
+        (6144, 4096, False, some),
+        (6144, 4096, False, some._replace(late=True), 1),
+        (14336, 4096, True, some._replace(split=1, cols=16)),
+        (1000, 576, False, FALLBACK),
+        (128256, 4096, False, product_plan(4, 128256, 4096)),
+        (128, 2048, False, product_plan(4, 128, 2048)),
+    ]
+    planned = {plan for table in (*PRODUCTS.values(), *GATED.values()) for _, _, plan in table}
+    assert planned - {None} <= {cut[3] for cut in cuts}
+    for cut, result in zip(cuts, compile_sm90([compiled(*cut) for cut in cuts]), strict=True):
         assert result.spilled == 0
         assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
         assert "mma.sync" in result.ptx
-        wait = result.ptx.index("griddepcontrol.wait")
-        assert 0 < result.ptx.index("prefetch.global.L2") < wait < result.ptx.index("cp.async")
+        wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async"))
+        assert wait < copies
+        assert ("prefetch.global.L2" in result.ptx[:wait]) == (cut[3].ahead > 0)
+        assert ("ld.global" in result.ptx[:wait]) == (cut[3].held > 0)  # weights, not activations
+        trigger = result.ptx.index("griddepcontrol.launch_dependents")
+        assert (trigger > copies) == cut[3].late
 
 
 def test_layers_run_it_where_it_is_planned(monkeypatch):
@@ -248,7 +309,7 @@ def test_a_feed_forward_part_on_kernels(monkeypatch):
     x, gate_up, gate_up_bias = inputs(2, 2 * 512, 512, torch.bfloat16)
     _, down, bias = inputs(1, 576, 512, torch.bfloat16)
     expected = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
-    for plan in (None, Plan(cols=32, step=128, split=1, warps=4, stages=3, ahead=0)):
+    for plan in (None, Plan(cols=32, step=128, split=1, warps=4, stages=3)):
         monkeypatch.setitem(plans.GATED, 32, ((plans.ANY, plans.ANY, plan),))
         with using("triton"):
             ours = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
