@@ -183,12 +183,6 @@ def ops() -> Any:
     return reference
 
 
-def slot_of(block_tables: Tensor, request: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Cache slot [T] of each position, through its request's row of block_tables [R, M]."""
-    block = block_tables[request, torch.div(positions, block_size, rounding_mode="floor")]
-    return block * block_size + positions % block_size
-
-
 def _groups(
     shape: StepShape, query_lens: Tensor, made: reference.StepRows, block_size: int
 ) -> tuple[AttentionGroup, ...]:

@@ -8,10 +8,10 @@ from torch import Tensor
 from specdec.draft_sampling import sample_draft_
 from specdec.kernels.step.reference import DraftRows
 from specdec.keys import Keys
-from specdec.models.batch import NULL_BLOCK, Batch, Draft, TargetOutput
+from specdec.models.batch import Batch, Draft, TargetOutput
 from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
-from specdec.step import Model, attention_group, draft_dist, ops, slot_of
+from specdec.step import Model, attention_group, draft_dist, ops
 
 
 @proposer(uses_draft=True)
@@ -139,7 +139,7 @@ def ingest(
     is_first = torch.arange(len(ids), device=ids.device) == batch.query_start[request]
     for depth in range(1, model.num_depths):
         carried = cache.carry[depth - 1, slots]
-        moved = _moved_back(batch, request, depth)
+        moved = _moved_back(batch, depth)
         hidden = torch.where(is_first[:, None], carried[request], out.recycle.roll(1, 0))
         hidden = torch.where(moved.row_valid[:, None], hidden, 0)
         cache.carry[depth - 1, slots] = last[-1]
@@ -183,18 +183,24 @@ def _next_batch(batch: Batch, rows: DraftRows) -> Batch:
     )
 
 
-def _moved_back(batch: Batch, request: Tensor, depth: int) -> Batch:
+def _moved_back(batch: Batch, depth: int) -> Batch:
     """The batch with every row `depth` positions earlier; rows before position 0 are invalid."""
-    positions = batch.positions - depth
-    valid = batch.row_valid & (positions >= 0)
-    positions = torch.where(valid, positions, 0)
-    slot_mapping = slot_of(batch.block_tables, request, positions, batch.block_size)
+    positions, slot_mapping, valid, seq_lens = ops().moved_back(
+        batch.positions,
+        batch.row_valid,
+        batch.seq_lens,
+        batch.block_tables,
+        query_start=batch.query_start,
+        max_query_len=batch.max_query_len,
+        depth=depth,
+        block_size=batch.block_size,
+    )
     return replace(
         batch,
         input_ids=positions,
         positions=positions,
-        seq_lens=(batch.seq_lens - depth).clamp(min=0),
-        slot_mapping=torch.where(valid, slot_mapping, NULL_BLOCK * batch.block_size),
+        seq_lens=seq_lens,
+        slot_mapping=slot_mapping,
         row_valid=valid,
         groups=tuple(
             attention_group(group.query_index, positions, group.block_tables, batch.block_size)
