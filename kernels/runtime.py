@@ -1,7 +1,7 @@
 """What ops run on: plain torch, which defines them, or the Triton kernels of this project."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -27,7 +27,7 @@ def uses_triton() -> bool:
 
 
 @contextmanager
-def using(kernels: str) -> Iterator[None]:
+def using(kernels: str) -> Generator[None]:
     """Ops inside run on "torch" or "triton". Training runs on torch: kernels have no gradients."""
     if kernels not in BACKENDS:
         raise ValueError(f"kernels={kernels!r} is not one of {', '.join(BACKENDS)}")
