@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product as pairs_of
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from specdec.kernels.few_rows import bench, kernel
 from specdec.kernels.few_rows.plan import Plan
 from specdec.kernels.gated_act.kernel import gated_act
 
-FEATURES: tuple[dict[str, int], ...] = (
+FEATURES: tuple[dict[str, Any], ...] = (
     {"overlap": False},
     {"held": 2},
     {},
