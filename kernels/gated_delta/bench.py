@@ -113,12 +113,12 @@ def by_torch(inputs: Tensor, count: int) -> Callable[[Layer], tuple[Tensor, Tens
         text = torch.cat((layer.stored[:, : WIDTH - 1 + count], rows), dim=1)
         mixed = reference.causal_conv(text[..., :CHANNELS], layer.conv)
         sizes = [KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM]
-        operands = [part.unflatten(-1, (-1, DIM)) for part in mixed.split(sizes, dim=-1)]
+        query, key, value = (part.unflatten(-1, (-1, DIM)) for part in mixed.split(sizes, dim=-1))
         strength, soft = text[:, WIDTH - 1 :, CHANNELS:].split(HEADS, dim=-1)
         decay = -layer.decay_log.exp() * F.softplus(soft.float() + layer.step_bias.float())
         short = rows.shape[1] <= WINDOW
         rule = reference.gated_delta if short else reference.gated_delta_chunked
-        return rule(*operands, decay, strength.sigmoid(), layer.states)
+        return rule(query, key, value, decay, strength.sigmoid(), layer.states)
 
     return run
 

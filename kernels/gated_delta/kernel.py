@@ -36,9 +36,8 @@ def plan_windows_(
 ) -> WindowPlan:
     """See `reference.plan_windows_`."""
     num_requests = len(request_slots)
-    ints = {"dtype": torch.int32, "device": positions.device}
-    rows = torch.empty((num_requests, 4), **ints)
-    arrived = torch.empty((num_requests, num_key_heads), **ints)
+    rows = positions.new_empty((num_requests, 4), dtype=torch.int32)
+    arrived = positions.new_empty((num_requests, num_key_heads), dtype=torch.int32)
     launch: Any = plan_windows_kernel[(num_requests,)]
     launch(
         positions,
@@ -122,8 +121,8 @@ def _prefill_(
     inputs, conv, decay_log, step_bias, states, stored, out, rows, arrived = tensors
     num_requests, (channels, width), window = len(request_slots), conv.shape, shared["WINDOW"]
     mixed = inputs.new_empty(len(inputs) + num_requests * (window - 1), channels)
-    launch: Any = convolve_kernel[(triton.cdiv(len(mixed), 32), triton.cdiv(channels, 128))]
-    launch(
+    convolve: Any = convolve_kernel[(triton.cdiv(len(mixed), 32), triton.cdiv(channels, 128))]
+    convolve(
         inputs,
         conv,
         stored,
@@ -145,7 +144,7 @@ def _prefill_(
     num_heads, value_dim = states.shape[1], states.shape[3]
     block = prefill_block(num_requests * num_heads, value_dim)
     low = inputs.dtype == torch.bfloat16
-    launch = delta_prefill_kernel[(num_heads * triton.cdiv(value_dim, block), num_requests)]
+    launch: Any = delta_prefill_kernel[(num_heads * triton.cdiv(value_dim, block), num_requests)]
     launch(
         inputs,
         mixed,

@@ -108,7 +108,7 @@ def attention_program(
     head = tl.program_id(0)  # first, so that neighbours read neighbouring memory
     tile = tl.program_id(1)
     split = tl.program_id(2)
-    SHARED: tl.constexpr = value_ptr is None
+    SHARED: tl.constexpr = tl.constexpr(value_ptr is None)
     D_FIRST: tl.constexpr = DV if SHARED else D
     if TILES > 0:
         request = (tile // TILES).to(tl.int64)

@@ -52,7 +52,7 @@ def step(device: torch.device, num_requests: int) -> list[Case]:
         return {name: state[name] for name in names.split()}
 
     num_rows = num_requests * (K + 1)
-    plan = {"num_rows": num_rows, "num_logits": num_rows, "max_query_len": K + 1}
+    plan: dict[str, Any] = {"num_rows": num_rows, "num_logits": num_rows, "max_query_len": K + 1}
     plan |= {"block_size": BLOCK_SIZE}
     plan |= given(
         "token_ids num_tokens num_computed_tokens finish_reason draft_token_ids draft_is_delta "
