@@ -236,7 +236,7 @@ def residual(
     known = ids < vocab_size
     local = ids
     if MAPPED:
-        local = tl.load(t2d_ptr + ids, mask=known & (ids < t2d_size), other=-1)
+        local = tl.load(t2d_ptr + ids, mask=known & (ids < t2d_size), other=-1).to(tl.int32)
     known = known & (local >= 0) & (local < q_width)
     q_row = q_logits_ptr + slot * q_slot_stride + index * q_index_stride
     q_logits = tl.load(q_row + local, mask=known, other=0.0).to(tl.float32)
