@@ -74,6 +74,12 @@ def _activations(rows_ptr, at, is_row, K: tl.constexpr, INSIDE: tl.constexpr, UP
 
 
 @triton.jit
+def _of_outputs(weights, col, N: tl.constexpr):
+    """[K part, outputs] with zeros for outputs past N."""
+    return tl.where((col < N)[None, :], weights, 0.0)
+
+
+@triton.jit
 def _sum_of_parts(place, size, is_out, SPLIT: tl.constexpr):
     total = tl.load(place, mask=is_out, other=0.0, cache_modifier=".cg")
     for part in tl.static_range(1, SPLIT):
@@ -162,10 +168,13 @@ def _few_rows(
             up = tl.dot(x, other, up, input_precision="ieee")
     if OVERLAP and LATE:
         gdc_launch_dependents()
-    if HELD > 0:  # last, so that the loop's loads are not behind them
-        gate = tl.dot(held_x, held_gate, gate, input_precision="ieee")
+    if HELD > 0:
+        # Last, so that nothing waits for these loads before the loop's are on their way; what is
+        # selected here comes from registers, where a dot alone would go through memory at once.
+        held_x = tl.where(is_row[:, None], held_x, 0.0)
+        gate = tl.dot(held_x, _of_outputs(held_gate, col, N), gate, input_precision="ieee")
         if GATED:
-            up = tl.dot(held_x, held_up, up, input_precision="ieee")
+            up = tl.dot(held_x, _of_outputs(held_up, col, N), up, input_precision="ieee")
     is_out = is_row[:, None] & (col < N)[None, :]
     if SPLIT == 1:
         _finish(out_ptr, bias_ptr, gate, up, row, col, is_out, N, GATED, BIASED)

@@ -36,7 +36,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"held": 4},
     {"late": True},
     {"late": True, "held": 2},
-    {"ahead": 2},
+    {"ahead": 1},
 )
 QUICK = 2  # features that every cut is tried with
 FINALISTS = 4  # plans of a product that are compared again when the others have theirs

@@ -278,6 +278,7 @@ def test_compiles_for_sm90():
         assert wait < copies
         assert ("prefetch.global.L2" in result.ptx[:wait]) == (cut[3].ahead > 0)
         assert ("ld.global" in result.ptx[:wait]) == (cut[3].held > 0)  # weights, not activations
+        assert "st.shared" not in result.ptx[:copies]  # nothing waits for what is held
         trigger = result.ptx.index("griddepcontrol.launch_dependents")
         assert (trigger > copies) == cut[3].late
 
