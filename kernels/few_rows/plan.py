@@ -33,12 +33,14 @@ Table = tuple[tuple[float, float, Plan | None], ...]
 ANY = float("inf")
 ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
+OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
-    32: ((512, 4096, ROUTER), (65536, ANY, None), (ANY, ANY, LM_HEAD)),
+    16: ((512, 4096, ROUTER), *OTHERS),
+    32: ((512, 4096, ROUTER), *OTHERS),
 }
 GATED: dict[int, Table] = {
-    32: ((ANY, ANY, None),),
+    16: ((ANY, ANY, None),),
 }
 
 

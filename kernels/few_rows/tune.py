@@ -182,7 +182,7 @@ def _run_layers(plans: Plans, rows: int) -> Tensor:
     for layer in range(LAYERS):
         product = partial(_of_layer, plans, layer)
         normed, residual = add_norm(hidden, residual, norm, 1e-5)
-        attended = product("qkv", normed)[:, :SIZE]
+        attended = product("qkv", normed).flatten()[: rows * SIZE].view(rows, SIZE)  # as many rows
         normed, residual = add_norm(product("o", attended), residual, norm, 1e-5)
         hidden = product("down", product("gate_up", normed))
     return hidden
