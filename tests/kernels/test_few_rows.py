@@ -8,7 +8,7 @@ import torch
 from compiling import Compile, compile_sm90
 
 from specdec.kernels.few_rows import reference
-from specdec.kernels.few_rows.plan import GATED, PRODUCTS, Plan, plan_for, product_plan
+from specdec.kernels.few_rows.plan import ANY, GATED, PRODUCTS, Plan, plan_for, product_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter cuts bfloat16 off where a GPU rounds, twice more with the activation
@@ -264,15 +264,20 @@ def test_compiles_for_sm90():
         (6144, 4096, False, some._replace(late=True), 1),
         (14336, 4096, True, some._replace(split=1, cols=16)),
         (1000, 576, False, FALLBACK),
-        (128256, 4096, False, product_plan(4, 128256, 4096)),
-        (128, 2048, False, product_plan(4, 128, 2048)),
     ]
-    planned = {plan for table in (*PRODUCTS.values(), *GATED.values()) for _, _, plan in table}
-    assert planned - {None} <= {cut[3] for cut in cuts}
-    for cut, result in zip(cuts, compile_sm90([compiled(*cut) for cut in cuts]), strict=True):
+    planned = {
+        (min(num_cols, 128256), 4096 if width == ANY else width, gated, plan)
+        for gated, tables in ((False, PRODUCTS), (True, GATED))
+        for table in tables.values()
+        for num_cols, width, plan in table
+        if plan is not None
+    }
+    results = compile_sm90([compiled(*cut) for cut in (*cuts, *planned)])
+    for result in results:
         assert result.spilled == 0
         assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
         assert "mma.sync" in result.ptx
+    for cut, result in zip(cuts, results[: len(cuts)], strict=True):
         wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async"))
         assert wait < copies
         assert ("prefetch.global.L2" in result.ptx[:wait]) == (cut[3].ahead > 0)
