@@ -20,9 +20,10 @@ language: en
 ---
 # {pair}
 
-{title}: {target_parameters:,} and {head_parameters:,} parameters, a vocabulary of {vocab_size}
-byte-level BPE ids. It writes short stories and short answers in simple English, so that every
-family can be run on a laptop. It knows nothing worth asking for.
+{title}.
+{target_parameters:,} and {head_parameters:,} parameters, a vocabulary of {vocab_size} byte-level
+BPE ids. It writes short stories and short answers in simple English, so that every family can be
+run on a laptop. It knows nothing worth asking for.
 
     python experiments/acceptance.py model={pair} propose.num_draft_tokens=3
 
@@ -47,8 +48,11 @@ Greedy drafting and decoding with K = {k} in {dtype}; intervals are 95%, by boot
 | more than n-gram drafts there ({ngram}), paired | {above} |
 | acceptance length, `data=builtin`, {builtin_tokens} tokens ({builtin_prompts}) | {builtin} |
 | kept by position, held-out prompts | {positions} |
+| repeated 8-grams of the greedy texts: held-out prompts, `data=builtin` | {loops} |
 | words of {num_samples} samples at temperature {temperature} that the training text has | {known} |
 | repeated 8-grams in them | {repeated} [{repeated_low}, {repeated_high}] |
+
+So small a target loops when it decodes greedily, and a loop is easy for every drafter, n-grams too.
 
 Chat template: `<|user|>text<|end|><|assistant|>answer<|end|>`. Positions past some 400 tokens were
 not trained.
@@ -92,6 +96,7 @@ def model_card(pair: str, records: Mapping[str, Mapping[str, Any]]) -> str:
         builtin_prompts=builtin["num_prompts"],
         builtin_tokens=quality["config"]["builtin_max_tokens"],
         positions=", ".join(map(_number, own["per_position_joint"])),
+        loops=", ".join(_percent(found["repeated_8gram_share"]) for found in (own, builtin)),
         num_samples=samples["num_samples"],
         temperature=json.dumps(text["temperature"]),
         known=_percent(samples["known_word_share"]),
