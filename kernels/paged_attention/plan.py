@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_SPLITS = 32
+MIN_SHARE = 96  # keys of a split: with fewer, adding up the splits takes longer than they save
 
 
 class Plan(NamedTuple):
@@ -46,7 +47,7 @@ def plan_for(
     tiles, ragged = num_requests * each, num_rows * repeats // rows + num_requests
     if ragged < tiles:
         tiles, each = ragged, 0
-    splits = min(num_processors // (tiles * num_kv_heads), -(-max_keys // keys), MAX_SPLITS)
+    splits = min(num_processors // (tiles * num_kv_heads), max_keys // MIN_SHARE, MAX_SPLITS)
     splits = 1 << (max(splits, 1).bit_length() - 1)
     warps = 4 if rows * value_dim <= 64 * 128 else 8
     # block ids come two stages before the keys that they place, so that 3 stages hold one

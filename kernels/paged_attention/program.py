@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels.paged_attention import plan
+
+MIN_SHARE = tl.constexpr(plan.MIN_SHARE)
 PREFETCHED = tl.constexpr(2)  # iterations whose keys are asked for before the program may start
 
 
@@ -146,7 +149,10 @@ def attention_program(
         last = tl.max(limit, axis=0)
         if ancestors_ptr is not None:
             last = tl.where(tl.max((ancestors != 0).to(tl.int32), axis=0) != 0, seq_len, last)
-    share = tl.cdiv(tl.cdiv(last, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(last, SPLITS)
+    if SPLITS > 1:
+        share = tl.maximum(share, MIN_SHARE)
+    share = tl.cdiv(share, KEYS) * KEYS
     first_key = split * share
     stop = tl.minimum(first_key + share, last)
 

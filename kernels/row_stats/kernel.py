@@ -18,6 +18,7 @@ from specdec.kernels.chain import overlapped
 from specdec.kernels.row_stats.reference import RowStats, block_size
 
 INFINITY = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -67,8 +68,7 @@ def _block_stats(
     slots_ptr,
     cu_num_logits_ptr,
     num_requests,
-    block_max_ptr,  # [n, C] fp32
-    block_argmax_ptr,  # [n, C] int32
+    block_max_ptr,  # [n, C] fp32; with SUMS a NaN shows in the sum alone
     block_sum_ptr,  # [n, C] fp32, of exp((logit - block max) / temperature)
     num_blocks,
     groups,  # programs of a row
@@ -93,29 +93,31 @@ def _block_stats(
         temperature = temperature_of(
             row, temperature_ptr, slots_ptr, cu_num_logits_ptr, num_requests, REQUESTS
         )
-        scale = inverse(temperature, epsilon)
+        scale = inverse(temperature, epsilon) * LOG2_E
     for step in range(BLOCKS):
-        x = finite_or_above(ahead)
+        x = ahead.to(tl.float32)
+        if not SUMS:
+            x = finite_or_above(x)
         block = first + step
         ids = block * BLOCK + tl.arange(0, BLOCK)
         # memory is busy with the next block while this one is reduced
         more = (ids + BLOCK < vocab_size) & (step + 1 < BLOCKS)
         ahead = tl.load(row_ptr + BLOCK + ids, mask=more, other=-INFINITY)
         top = tl.max(x, axis=0)
-        best = tl.min(tl.where(x == top, ids, 2147483647), axis=0)
         entry = row * num_blocks + block
         tl.store(block_max_ptr + entry, top, mask=block < num_blocks)
-        tl.store(block_argmax_ptr + entry, best, mask=block < num_blocks)
         if SUMS:
             anchor = tl.where(tl.abs(top) < INFINITY, top, 0.0)
-            total = tl.sum(tl.exp((x - anchor) * scale), axis=0)
+            total = tl.sum(tl.exp2((x - anchor) * scale), axis=0)
             tl.store(block_sum_ptr + entry, total, mask=block < num_blocks)
 
 
 @triton.jit
 def _row_stats(
+    logits_ptr,  # [n, V]
+    row_stride,
+    vocab_size,
     block_max_ptr,
-    block_argmax_ptr,
     block_mass_ptr,  # [n, C] fp32: sums relative to each block's maximum become relative to max
     num_blocks,
     temperature_ptr,
@@ -130,6 +132,7 @@ def _row_stats(
     argmax_ptr,
     epsilon,
     invalid,
+    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     REQUESTS: tl.constexpr,
     SUMS: tl.constexpr,
@@ -144,10 +147,16 @@ def _row_stats(
     inside = at < num_blocks
     entry = row * num_blocks + at
     tops = tl.load(block_max_ptr + entry, mask=inside, other=-INFINITY)
-    ids = tl.load(block_argmax_ptr + entry, mask=inside, other=2147483647)
     top = tl.max(tops, axis=0)
-    best = tl.min(tl.where(tops == top, ids, 2147483647), axis=0).to(tl.int64)
+    if SUMS:
+        sums = tl.load(block_mass_ptr + entry, mask=inside, other=0.0)
+        top = tl.where(tl.max((sums != sums).to(tl.int32), axis=0) != 0, INFINITY, top)
     finite = tl.abs(top) < INFINITY
+    # the row's first block of that maximum is read again, so that the pass keeps no ids
+    block = tl.min(tl.where(tops == top, at, BLOCKS), axis=0)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits_ptr + row * row_stride, ids, vocab_size)
+    best = tl.min(tl.where(x == top, ids, 2147483647), axis=0).to(tl.int64)
     tl.store(max_ptr + row, top)
     tl.store(argmax_ptr + row, tl.where(finite, best, invalid))
     if ALL_GREEDY:
@@ -161,9 +170,8 @@ def _row_stats(
         greedy = temperature < epsilon
     lse = 0.0
     if SUMS:
-        sums = tl.load(block_mass_ptr + entry, mask=inside, other=0.0)
         shift = tl.where(finite, (tops - top) * inv_temperature, 0.0)
-        mass = tl.where(inside, sums * tl.exp(shift), 0.0)
+        mass = tl.where(finite, tl.where(inside, sums * tl.exp(shift), 0.0), 0.0)
         tl.store(block_mass_ptr + entry, mass, mask=inside)
         lse = tl.where(finite & (greedy == 0), tl.log(tl.sum(mass, axis=0)), 0.0)
     tl.store(inv_temperature_ptr + row, inv_temperature)
@@ -252,7 +260,7 @@ def row_stats(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-    block_max, block_argmax = new(n, num_blocks), new(n, num_blocks, dtype=torch.int32)
+    block_max = new(n, num_blocks)
     mass = new(n, num_blocks) if sums else block_max
     stats = RowStats(
         new(n),
@@ -277,7 +285,6 @@ def row_stats(
         logits.stride(0),
         *owners,
         block_max,
-        block_argmax,
         mass,
         num_blocks,
         groups,
@@ -292,19 +299,22 @@ def row_stats(
     )
     finish: Any = _row_stats[(n,)]
     finish(
+        logits,
+        logits.stride(0),
+        vocab_size,
         block_max,
-        block_argmax,
         mass,
         num_blocks,
         *owners,
         *stats[:6],
         epsilon,
         invalid,
+        BLOCK=size,
         BLOCKS=triton.next_power_of_2(num_blocks),
         REQUESTS=requests,
         SUMS=sums,
         ALL_GREEDY=all_greedy,
-        num_warps=1,
+        num_warps=4,
         **overlapped(),
     )
     return stats

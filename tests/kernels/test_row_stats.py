@@ -99,7 +99,7 @@ def test_compiles_for_sm_90():
     owners = {"temperature_ptr": "*fp32", "slots_ptr": "*i64", "cu_num_logits_ptr": "*i64"}
     owners |= {"num_requests": "i32"}
     outputs = {f"{name}_ptr": "*fp32" for name in ("max", "inv_temperature", "cutoff", "lse")}
-    blocks = {"block_max_ptr": "*fp32", "block_argmax_ptr": "*i32", "num_blocks": "i32"}
+    blocks = {"block_max_ptr": "*fp32", "num_blocks": "i32"}
     sums_of = {"block_sum_ptr": "*fp32", "epsilon": "fp32", "groups": "i32"}
     compiles = []
     for dtype, size in (("*bf16", 4096), ("*fp32", 4096), ("*bf16", 1024)):
@@ -122,10 +122,17 @@ def test_compiles_for_sm_90():
             )
     for sums, requests, greedy in ((True, 64, False), (False, 0, True), (False, 0, False)):
         types = owners | outputs | blocks | {"block_mass_ptr": "*fp32", "greedy_ptr": "*i1"}
+        types |= {"logits_ptr": "*bf16", "row_stride": "i64", "vocab_size": "i32"}
         types |= {"argmax_ptr": "*i64", "epsilon": "fp32", "invalid": "i32"}
-        constants = {"BLOCKS": 32, "REQUESTS": requests, "SUMS": sums, "ALL_GREEDY": greedy}
+        constants = {
+            "BLOCK": 4096,
+            "BLOCKS": 32,
+            "REQUESTS": requests,
+            "SUMS": sums,
+            "ALL_GREEDY": greedy,
+        }
         constants["OVERLAP"] = True
-        compiles.append(compiling.Compile(module, "_row_stats", types, constants, 1))
+        compiles.append(compiling.Compile(module, "_row_stats", types, constants, 4))
     types = {"slots_ptr": "*i64", "cu_num_logits_ptr": "*i64", "num_requests": "i32"}
     types |= {f"{n}_ptr": "*fp32" for n in ("temperature", "top_p", "min_p", "out")}
     types |= {"top_k_ptr": "*i64", "out_k_ptr": "*i64", "num_rows": "i32"}
