@@ -33,14 +33,24 @@ Table = tuple[tuple[float, float, Plan | None], ...]
 ANY = float("inf")
 ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
+SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, overlap=False)
+DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
+GATE_UP = Plan(cols=32, step=64, split=1, warps=4, stages=6, late=True)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
-    16: ((512, 4096, ROUTER), *OTHERS),
+    16: (
+        (512, 4096, ROUTER),
+        (2048, ANY, None),
+        (4096, 4096, SQUARE),
+        (4096, 14336, DOWN),
+        (6144, 4096, SQUARE),
+        *OTHERS,
+    ),
     32: ((512, 4096, ROUTER), *OTHERS),
 }
 GATED: dict[int, Table] = {
-    16: ((ANY, ANY, None),),
+    16: ((2048, ANY, None), (14336, 4096, GATE_UP), (ANY, ANY, None)),
 }
 
 
