@@ -3,19 +3,24 @@
     from compiling import Compile, compile_sm90
     [result] = compile_sm90([Compile("specdec.kernels.x.kernel", "_x", {"x": "*bf16"}, {"N": 8})])
 
-All kernels of a file go into one call: it starts one subprocess, which imports triton once.
+The first call of a test process starts a compiling process, which imports triton once and serves
+every later call. It ends when the test process does.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import pickle
 import re
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 MAX_SHARED = 227 * 1024  # bytes that one program may have on sm_90
 
@@ -41,22 +46,38 @@ class Compiled(NamedTuple):
 
 
 def compile_sm90(compiles: Sequence[Compile]) -> list[Compiled]:
-    """Compiles to machine code, in one subprocess; raises AssertionError with the first error.
+    """Compiles to machine code, in another process; raises AssertionError with the first error.
 
     Pointers are taken as 16-byte aligned, as torch allocates them.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=pickle.dumps([tuple(item) for item in compiles]),
-        capture_output=True,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    results = [Compiled(*item) for item in pickle.loads(done.stdout)]
+    server, errors = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        pickle.dump([tuple(item) for item in compiles], server.stdin)
+        server.stdin.flush()
+        answer = pickle.load(server.stdout)
+    except (EOFError, OSError):  # the compiler took its process down
+        _server.cache_clear()
+        errors.seek(0)
+        answer = f"exit status {server.wait()}: {errors.read().decode()[-4000:]}"
+    assert not isinstance(answer, str), answer
+    results = [Compiled(*item) for item in answer]
     for item, result in zip(compiles, results, strict=True):
         assert result.shared <= MAX_SHARED, (item.kernel, item.constants, result.shared)
     return results
+
+
+@functools.cache
+def _server() -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """The compiling process and what it writes to stderr."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process runs
+    command = [sys.executable, __file__]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment)
+    atexit.register(server.communicate)  # closes its pipe and waits
+    return server, errors
 
 
 def _compile(item: Compile) -> Compiled:
@@ -85,8 +106,6 @@ def _compile(item: Compile) -> Compiled:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes of a thread, read from the machine code."""
-    import tempfile
-
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -101,9 +120,22 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (-1, -1)
 
 
-if __name__ == "__main__":
-    items = [Compile(*item) for item in pickle.load(sys.stdin.buffer)]
-    answer = os.fdopen(os.dup(1), "wb")
+def _serve() -> None:
+    """Answers each list of kernels with their results, or with the first error's text."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a compiler prints is not part of the answer
-    answer.write(pickle.dumps([tuple(_compile(item)) for item in items]))
-    answer.flush()
+    while True:
+        try:
+            items = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer: object = [tuple(_compile(Compile(*item))) for item in items]
+        except Exception:
+            answer = traceback.format_exc()[-4000:]
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()
