@@ -73,8 +73,11 @@ def run_step(op, shape, batch, weights, states, stored, window_start, window, in
     return plan, out
 
 
-def close(mine, theirs, tolerance):
+def close(mine, theirs, tolerance, others=None):
+    """By the largest number there, or among `others` that were rounded on the way."""
     scale = theirs.float().abs().max().clamp(min=1e-3)
+    if others is not None:
+        scale = torch.maximum(scale, others.float().abs().max())
     assert torch.isfinite(mine.float()).all()
     assert ((mine.float() - theirs.float()).abs().max() / scale) < tolerance
 
@@ -129,7 +132,8 @@ def test_steps_equal_the_reference(shape, window, dtype, turns):
         assert torch.equal(mine[2], theirs[2])
         close(out, want, tolerance)
         for slot, *_ in steps:
-            close(mine[0][slot], theirs[0][slot], tolerance)
+            # rows may cancel in a state of one number, not what rounding each of them left
+            close(mine[0][slot], theirs[0][slot], tolerance, others=want)
             assert torch.equal(mine[1][slot], theirs[1][slot])
         assert mine[0][num_slots].isnan().all()
         assert mine[1][num_slots].isnan().all()
