@@ -1,4 +1,4 @@
-"""Penalties of the rows of 64 requests with K = 3."""
+"""Penalties of the rows of 1 and 64 requests with K = 3."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ VOCAB_SIZE, NUM_DRAFTS = 128256, 3
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Logits in bf16; 500 ids of each request stand in its prompt or output."""
+    """Logits in fp32; 500 ids of each request stand in its prompt or output."""
     made = []
-    for rows in (4, 256):
-        slots = torch.arange(rows, device=device) // (NUM_DRAFTS + 1)
-        counts = torch.zeros(rows, VOCAB_SIZE, dtype=torch.int32, device=device)
+    for requests in (1, 64):
+        slots = torch.arange(requests, device=device)
+        starts = torch.arange(requests + 1, device=device) * (NUM_DRAFTS + 1)
+        counts = torch.zeros(requests, VOCAB_SIZE, dtype=torch.int32, device=device)
         counts[:, torch.randperm(VOCAB_SIZE, device=device)[:500]] = 3
-        logits = torch.randn(rows, VOCAB_SIZE, device=device).bfloat16()
-        prefix = torch.randint(0, VOCAB_SIZE, (rows, NUM_DRAFTS), device=device)
-        factors = (torch.full((rows,), value, device=device) for value in (1.1, 0.2, 0.1))
-        arguments = (logits, counts, slots, prefix, *factors)
+        logits = torch.randn(requests * (NUM_DRAFTS + 1), VOCAB_SIZE, device=device)
+        drafts = torch.randint(0, VOCAB_SIZE, (requests, NUM_DRAFTS), device=device)
+        factors = (torch.full((requests,), value, device=device) for value in (1.1, 0.2, 0.1))
+        arguments = (logits, counts, drafts, slots, starts, *factors)
         run, baseline = (
             partial(op.apply_penalties_, *arguments, vocab_size=VOCAB_SIZE)
             for op in (kernel, reference)
         )
-        size = rows // (NUM_DRAFTS + 1) * VOCAB_SIZE * 4  # counts of a request; few logits change
-        made.append(Case(f"penalties, {rows} rows", run, size, baseline))
+        size = requests * VOCAB_SIZE * 4  # counts of a request; few logits change
+        made.append(Case(f"penalties, {len(logits)} rows", run, size, baseline))
     return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specdec.kernels.penalties.reference import ONE_OUTPUT as _ONE_OUTPUT
 from specdec.kernels.step.reference import ERROR as _ERROR
 from specdec.kernels.step.reference import INVALID as _INVALID
 from specdec.kernels.step.reference import LENGTH as _LENGTH
@@ -23,6 +24,7 @@ RUNNING = tl.constexpr(_RUNNING)
 STOP = tl.constexpr(_STOP)
 LENGTH = tl.constexpr(_LENGTH)
 ERROR = tl.constexpr(_ERROR)
+ONE_OUTPUT = tl.constexpr(_ONE_OUTPUT)
 
 
 @triton.jit
@@ -239,7 +241,7 @@ def post_update(
     draft_token_ids_ptr,  # [S, K]
     draft_is_delta_ptr,  # [S, K]
     num_drafts_ptr,
-    counts_ptr,  # [S, V] or None
+    counts_ptr,  # [S, V] int32 or None
     count_stride,
     report_ptr,  # [R, W + 6]
     COUNTS: tl.constexpr,
@@ -262,7 +264,7 @@ def post_update(
     text = token_ids_ptr + slot * token_stride + (length - committed)
     tl.store(text + index, tokens, mask=kept)
     if COUNTS:
-        tl.atomic_add(counts_ptr + slot * count_stride + tokens, 1, mask=kept)
+        tl.atomic_add(counts_ptr + slot * count_stride + tokens, ONE_OUTPUT, mask=kept)
     tl.store(num_tokens_ptr + slot, length)
     tl.store(num_computed_ptr + slot, computed)
     tl.store(finish_reason_ptr + slot, finish)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.penalties.reference import ONE_OUTPUT
+
 NULL_SLOT = 0  # cache slot that padding rows write to
 PLACEHOLDER = -1  # no token here
 INVALID = -2  # a token drawn from a row without a distribution
@@ -232,7 +234,8 @@ def post_update_(
         num_proposed: [R].
         request_slots: [R].
         token_ids: [S, L]; like all that follow, of the state, a row a slot.
-        output_bin_counts: [S, V] integers, how often each token was committed, for penalties.
+        output_bin_counts: [S, V] int32 packed counts of tokens (`kernels.penalties`), to which each
+            committed token is added.
 
     Returns:
         [R, W + 6] int64 for the host: the outcome's token ids, then num_committed, num_accepted,
@@ -247,7 +250,8 @@ def post_update_(
     token_ids[slots[:, None], column] = torch.where(kept, outcome.token_ids, old)
     if output_bin_counts is not None:
         place = (slots[:, None].expand_as(kept), outcome.token_ids.clamp(min=0))
-        output_bin_counts.index_put_(place, kept.to(output_bin_counts.dtype), accumulate=True)
+        added = kept.to(output_bin_counts.dtype) * ONE_OUTPUT
+        output_bin_counts.index_put_(place, added, accumulate=True)
     num_tokens[slots] = outcome.num_tokens
     num_computed_tokens[slots] = outcome.num_computed_tokens
     finish_reason[slots] = outcome.finish_reason

@@ -185,7 +185,7 @@ def test_outcome_is_trimmed_written_and_passed_on(seed, num_requests, k):
     assert torch.equal(report, want_report)
     for name, tensor in theirs.items():
         assert torch.equal(mine[name], tensor), name
-    assert int(theirs["output_bin_counts"].sum()) == int(outcome.num_committed.sum())
+    assert int(theirs["output_bin_counts"].sum()) == 2 * int(outcome.num_committed.sum())
 
 
 @pytest.mark.parametrize("num_depths", [1, 2, 3])
