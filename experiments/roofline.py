@@ -50,7 +50,7 @@ def floor_ms(
     routing, and where the rates were not measured.
     """
     bandwidth, rate = limits["read_bytes_per_second"], limits["operations_per_second"]
-    if bandwidth is None or rate is None or hasattr(models.target.config, "num_experts"):
+    if bandwidth is None or rate is None or getattr(models.target.config, "num_experts", 0):
         return None
     target = models.target
     num_bytes, num_weights = matrices(target.params, skip=target.embed)

@@ -182,20 +182,21 @@ class Engine:
     def step(self) -> list[Output]:
         """Plan and launch a step, and read one back: this one, or with `overlap` the last one.
 
+        Where a plan preempts, the step in flight is only read, and the next call plans anew.
+
         Raises:
             ConfigError: the schedule's plan does not fit the books, which are left as they were.
         """
         plan = self._plan()
-        outputs = []
         if plan.preempted and self._flight:  # whose tokens are in flight cannot give up its slot
-            outputs, plan = self._land_(), self._plan()
+            return self._land_()
         flight = self._launch_(plan)
         if self.overlap:
-            outputs += self._land_()
+            outputs = self._land_()
             self._flight = flight
         else:
             self._flight = flight
-            outputs += self._land_()
+            outputs = self._land_()
         return outputs
 
     def _plan(self) -> Plan:

@@ -59,9 +59,13 @@ class StepShape(NamedTuple):
 
 
 def step_shape(plan: Plan) -> StepShape:
-    """The shape of a plan; of a ragged one the kernels know no longest query but the row count."""
+    """The shape of a plan.
+
+    Only of verify rounds of one length do the kernels know the longest query. Of all else they know
+    the row count, so that equal lengths by chance are no shape of their own.
+    """
     longest, num_rows = max(plan.query_lens), sum(plan.query_lens)
-    if uses_triton() and longest > min(plan.query_lens):
+    if uses_triton() and (longest > min(plan.query_lens) or plan.query_lens != plan.num_logits):
         longest = num_rows
     return StepShape(
         num_requests=len(plan.slots),

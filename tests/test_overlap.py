@@ -9,12 +9,14 @@ from tiny import tiny_draft, tiny_target
 
 from specdec import runner as runner_module
 from specdec.engine import generate
-from specdec.padding import buckets, pad
+from specdec.kernels.runtime import using
+from specdec.padding import buckets, pad, plans
 from specdec.propose.autoregressive import autoregressive
 from specdec.propose.ngram import ngram
 from specdec.propose.none import none
 from specdec.schedule import Limits, Requests
-from specdec.state import FinishReason
+from specdec.state import FinishReason, Plan
+from specdec.step import step_shape
 
 PROPOSERS = {"head": autoregressive, "ngram": partial(ngram, min_ngram=1), "plain": none}
 
@@ -150,3 +152,22 @@ def test_plans_are_padded_to_the_next_size():
     assert sum(padded.num_logits) == 4 * len(padded.slots)
     assert set(padded.slots[len(plan.slots) :]) == {20}
     assert min(padded.query_lens) >= 1
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 7])
+def test_every_step_has_a_shape_that_warm_up_captured(max_num_seqs):
+    """Also where the padding request gets as many rows as the others, by chance."""
+    limits = Limits(max_num_seqs, 64, 128, 4, 400, 3)
+    sizes = buckets(limits)
+
+    def plan(lens, num_logits):
+        slots = tuple(range(len(lens)))
+        return Plan((), slots, lens, num_logits, (), (), (), 3, True, False)
+
+    with using("triton"):
+        captured = {step_shape(p) for p in plans(limits, sizes)}
+        for length in range(1, 64 // max_num_seqs + 1):
+            for count in range(1, max_num_seqs + 1):
+                for num_logits in (0, 1, min(length, 4)):
+                    asked = plan((length,) * count, (num_logits,) * count)
+                    assert step_shape(pad(asked, limits, sizes)) in captured

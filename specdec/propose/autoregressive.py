@@ -164,14 +164,12 @@ def _next_hidden(rows: Tensor, recycled: list[Tensor], ingested: list[Tensor], s
 def _next_batch(batch: Batch, rows: DraftRows) -> Batch:
     """The rows of a draft step after the first (`prepare_eagle_decode`), m a request."""
     count = len(rows.positions) // len(rows.seq_lens)
-    numbers = torch.arange(len(rows.positions), device=rows.positions.device).view(-1, count)
     groups, start = [], 0
     for group in batch.groups:
-        end = start + len(group.query_index)
+        end = start + len(group.query_index) * count
+        numbers = torch.arange(start, end, device=rows.positions.device).view(-1, count)
         groups.append(
-            attention_group(
-                numbers[start:end], rows.positions, group.block_tables, batch.block_size
-            )
+            attention_group(numbers, rows.positions, group.block_tables, batch.block_size)
         )
         start = end
     return replace(
