@@ -1,4 +1,7 @@
-"""The choice of experts, one program a row; of equal scores the lower id is taken."""
+"""The choice of experts, one program a row; of equal scores the lower id is taken.
+
+A row that is not finite chooses experts that exist, with weights of NaN: it spoils itself alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.chain import overlapped
+
+LOWEST = tl.constexpr(-1e30)  # below every score, and finite when two of them are added
+
+
+@triton.jit
+def _rankable(scores, inside):
+    """Scores in which NaN comes last but before what is not inside."""
+    return tl.where(inside, tl.where(scores == scores, scores, LOWEST), float("-inf"))
 
 
 @triton.jit
@@ -62,7 +73,7 @@ def _softmax_topk(
     raised = tl.exp(logits - tl.max(logits, axis=0))
     scores = raised / tl.sum(raised, axis=0)
     tl.store(scores_ptr + row * E + expert, scores, mask=inside)
-    experts, weights = _best(tl.where(inside, scores, -1.0), scores, expert, TOP_K, E_PAD, K_PAD)
+    experts, weights = _best(_rankable(scores, inside), scores, expert, TOP_K, E_PAD, K_PAD)
     if NORMALISE:
         weights = weights / tl.sum(weights, axis=0)
     _store_choice(experts_ptr, weights_ptr, row, experts, weights, TOP_K, K_PAD)
@@ -96,7 +107,7 @@ def _grouped_sigmoid_topk(
     scores = 1.0 / (1.0 + tl.exp(-logits))
     tl.store(scores_ptr + row * E + expert, scores, mask=inside)
     choice = scores + tl.load(correction_ptr + expert, mask=inside, other=0.0)
-    choice = tl.where(inside, choice, float("-inf"))
+    choice = _rankable(choice, inside)
     if TOP_GROUPS < GROUPS:
         group = tl.arange(0, G_PAD)
         group_of = expert // (E // GROUPS)
