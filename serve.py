@@ -57,13 +57,14 @@ def run(cfg: DictConfig, sock: socket.socket) -> None:
         bound,
         longest=context_length(cfg, models),
         num_requests=cfg.schedule.max_num_seqs,
+        penalties=cfg.penalties,
     )
     warm_up(engine)
     name = cfg.served_model_name or model_name(cfg.target.path)
     metrics = ServerMetrics(name, bound.num_draft_tokens)
     worker = EngineThread(engine, lambda outputs: metrics.record_step_(engine, outputs))
     greedy_only = traits_of(bound.stages.verify).greedy_only
-    defaults = Defaults(engine.limits, models.target.vocab_size, greedy_only)
+    defaults = Defaults(engine.limits, models.target.vocab_size, greedy_only, cfg.penalties)
     app = create_app(
         Served(name, cfg.target.path, int(time.time()), defaults),
         worker,

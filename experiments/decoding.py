@@ -13,6 +13,7 @@ from specdec.engine import Engine, Result, generate
 from specdec.errors import RequestError
 from specdec.metrics import Output
 from specdec.prompts import Prompt, PromptSet, render
+from specdec.runner import Kind
 from specdec.schedule import Request
 
 MAX_CHUNKS = 8  # alternations between the two engines
@@ -96,7 +97,14 @@ def warm_engine(
 ) -> Engine:
     """An engine sized for the requests, its first calls behind it."""
     longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
-    engine = build_engine(cfg, models, stages, longest=longest, num_requests=len(requests))
+    engine = build_engine(
+        cfg,
+        models,
+        stages,
+        longest=longest,
+        num_requests=len(requests),
+        penalties=any(request.has_penalties for request in requests),
+    )
     warm_up(engine, requests[0])
     return engine
 
@@ -138,6 +146,9 @@ def make_request(cfg: DictConfig, prompt_ids: tuple[int, ...], seed: int) -> Req
         top_k=max(sampling.top_k or 0, 0),
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         seed=seed,
         ignore_eos=sampling.ignore_eos,
     )
@@ -162,7 +173,8 @@ def output_of(tokenizer: Any, task: Task, result: Result) -> Output:
 
 def warm_up(engine: Engine, request: Request) -> None:
     """Touch every shape once, so that no first call is timed and no graph is captured then."""
-    engine.runner.warm_up([(request.is_greedy, request.has_filters)])
+    kind = Kind(request.is_greedy, request.has_filters, request.has_penalties)
+    engine.runner.warm_up([kind])
     tokens = min(WARMUP_TOKENS, request.max_tokens)
     short = Request(**{**request.__dict__, "max_tokens": tokens, "ignore_eos": True})
     generate(engine, [short])

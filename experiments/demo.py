@@ -109,7 +109,8 @@ def prepare(row: Row, cfg: Any, bound: Any, models: Any, prompts: Any) -> Decode
 
     requests = [task.request for task in turn_tasks(cfg, models, prompts, 0, {})]
     longest = max(len(r.prompt_ids) + r.max_tokens for r in requests)
-    engine = build_engine(cfg, models, bound, longest=longest, num_requests=1)
+    penalties = any(request.has_penalties for request in requests)
+    engine = build_engine(cfg, models, bound, longest=longest, num_requests=1, penalties=penalties)
     warm_up(engine, requests[0])
     return Decoder(row, cfg, bound, engine)
 

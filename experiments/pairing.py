@@ -9,6 +9,7 @@ import numpy as np
 from specdec import metrics
 from specdec.experiments.runs import Run
 from specdec.significance import holm, swap_p_value
+from specdec.values import PENALTIES
 
 PARTS = ("prompt_id", "turn", "category", "sample")
 REQUESTS = ("sampling.temperature", "sampling.max_tokens", "sampling.ignore_eos")
@@ -125,9 +126,16 @@ def _other_model(a: Run, b: Run) -> str:
 
 def _other_sampling(a: Run, b: Run) -> str:
     keys = [key for key in REQUESTS if a.setting(key) != b.setting(key)]
+    keys += [f"sampling.{name}" for name in PENALTIES if _penalty(a, name) != _penalty(b, name)]
     if not keys and temperature(a) > 0:
         keys = [key for key, off in FILTERS.items() if _on(a, key, off) != _on(b, key, off)]
     return _differs(keys[0], a, b) if keys else ""
+
+
+def _penalty(run: Run, name: str) -> Any:
+    """Runs from before there were penalties had none."""
+    value = run.setting(f"sampling.{name}")
+    return PENALTIES[name].off if value is None else value
 
 
 def _on(run: Run, key: str, off: float) -> Any:

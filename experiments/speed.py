@@ -119,8 +119,14 @@ def new_engine(cfg: DictConfig, models: Models, bound: BoundStages, slots: int) 
     from specdec.build import build_engine
 
     gc.collect()  # the caches of the engine before
+    (request,) = requests_of(cfg, models, 1)
     return build_engine(
-        cfg, models, bound, longest=cfg.prompt_tokens + cfg.sampling.max_tokens, num_requests=slots
+        cfg,
+        models,
+        bound,
+        longest=cfg.prompt_tokens + cfg.sampling.max_tokens,
+        num_requests=slots,
+        penalties=request.has_penalties,
     )
 
 
@@ -138,6 +144,9 @@ def requests_of(cfg: DictConfig, models: Models, num: int) -> list[Any]:
         top_k=max(sampling.top_k or 0, 0),
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
     )
 
 

@@ -44,6 +44,7 @@ class Batch:
     ancestor_mask: Tensor | None = None  # [T] int64 bit masks of tree ancestors
     all_greedy: bool = False  # host facts: no request of the step samples,
     filters: bool = True  # some request uses top-k, top-p or min-p
+    penalties: bool = False  # some request has a repetition, presence or frequency penalty
 
 
 class CacheShape(NamedTuple):

@@ -271,13 +271,20 @@ def context_length(cfg: DictConfig, models: Models) -> int:
 
 
 def build_engine(
-    cfg: DictConfig, models: Models, bound: BoundStages, *, longest: int, num_requests: int
+    cfg: DictConfig,
+    models: Models,
+    bound: BoundStages,
+    *,
+    longest: int,
+    num_requests: int,
+    penalties: bool = False,
 ) -> Engine:
     """An engine with room for `longest` tokens a request.
 
     Args:
         longest: prompt + output of the longest request; cut to the context's length.
         num_requests: no more slots than this are reserved.
+        penalties: requests may have some; see `Engine`.
     """
     max_model_len = min(longest, context_length(cfg, models))
     num_seqs = max(1, min(cfg.schedule.max_num_seqs, num_requests))
@@ -312,6 +319,7 @@ def build_engine(
         limits,
         eos_token_ids=models.eos_token_ids,
         draft_sampling=bound.draft_sampling,
+        penalties=penalties,
         kernels=kernels,
         graphs=on_gpu and kernels == "triton" if graphs is None else graphs,
         overlap=on_gpu if overlap is None else overlap,

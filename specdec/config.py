@@ -102,6 +102,9 @@ class SamplingConfig:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of ids in the prompt or the output; 1: off
+    presence_penalty: float = 0.0  # of ids in the output; 0: off, as the next one
+    frequency_penalty: float = 0.0
     max_tokens: int = 128
     seed: int = 0
     ignore_eos: bool = False

@@ -12,6 +12,7 @@ import torch
 from specdec.cache import BlockPool, blocks_for
 from specdec.errors import ConfigError, RequestError
 from specdec.models.batch import NULL_BLOCK, Draft, Target
+from specdec.penalties import check_penalties
 from specdec.runner import Outcome, Runner
 from specdec.schedule import Limits, Request, Requests, Sequence, check_plan
 from specdec.state import FinishReason, Plan, new_state
@@ -66,6 +67,7 @@ class Engine:
         limits: sizes reserved now; nothing grows later.
         draft_sampling: as `propose` was bound; "sample" reserves the [S, K, V_draft] buffer of
             draft logits when the verify rule wants draft probabilities.
+        penalties: serve requests with penalties; reserves counts [S, V] of 4 bytes each.
         kernels: "torch" or "triton".
         graphs: as in `Runner`; needs Triton on a GPU.
         overlap: launch a step before the last one's outcome is read, so that the device never
@@ -84,6 +86,7 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...],
         draft_sampling: str = "greedy",
+        penalties: bool = False,
         kernels: str = "torch",
         graphs: bool = False,
         overlap: bool = False,
@@ -113,6 +116,7 @@ class Engine:
             draft.logits_size if draft is not None and wants_q else 0,
             weight.dtype,
             weight.device,
+            counted_vocab_size=target.vocab_size if penalties else 0,
         )
         shape = limits.cache_shape
         self.state, self.target = state, Model(target, target.new_cache(shape))
@@ -133,7 +137,8 @@ class Engine:
         return bool(self.waiting or self.running or self._flight)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError for an empty prompt, one as long as the context, or unknown ids."""
+        """Raises RequestError for an empty prompt, one as long as the context, unknown ids, or
+        penalties that are out of range or not reserved for."""
         length, limit = len(request.prompt_ids), self.limits.max_model_len
         if length == 0:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -147,6 +152,7 @@ class Engine:
         worst = max(request.prompt_ids, key=lambda t: t if t >= 0 else vocab_size - t)
         if not 0 <= worst < vocab_size:
             raise RequestError(f"prompt token id {worst} is outside the vocabulary of {vocab_size}")
+        check_penalties(request, counted=self.state.token_counts.shape[1] > 0)
 
     def add(self, request: Request) -> int:
         """Queue a request. Raises RequestError as `check`."""

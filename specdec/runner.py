@@ -18,7 +18,13 @@ from specdec.schedule import Limits
 from specdec.state import Plan, State, apply_plan_, upload
 from specdec.step import Model, Stages, StepShape, decode_step, plan_rows, step_shape
 
-GREEDY_AND_SAMPLED = ((True, False), (False, False))  # steps' `all_greedy` and `filters`
+
+class Kind(NamedTuple):
+    """What the host knows of a step's requests, as a Plan says it; each kind has its own graphs."""
+
+    all_greedy: bool
+    filters: bool = False
+    penalties: bool = False
 
 
 class Outcome(NamedTuple):
@@ -90,20 +96,24 @@ class Runner:
     @torch.inference_mode()
     def warm_up(
         self,
-        kinds: Sequence[tuple[bool, bool]] = GREEDY_AND_SAMPLED,
+        kinds: Sequence[Kind] | None = None,
         on_shape: Callable[[], object] = lambda: None,
     ) -> None:
         """Capture the graphs of every padded shape, the largest first.
 
         Args:
-            kinds: of requests that steps will have, as `all_greedy` and `filters` of a Plan.
+            kinds: that steps will have; None: greedy and sampled ones, and both with penalties in
+                an engine that counts tokens.
             on_shape: called after each shape.
         """
+        if kinds is None:
+            penalties = (False, True) if self.state.token_counts.shape[1] else (False,)
+            kinds = [Kind(greedy, penalties=p) for p in penalties for greedy in (True, False)]
         for plan in plans(self.limits, self.buckets) if self.graphs else ():
-            for all_greedy, filters in kinds:
-                kind = replace(plan, all_greedy=all_greedy, filters=filters)
+            for kind in kinds:
+                example = replace(plan, **kind._asdict())
                 with using(self.kernels):
-                    self._run_(step_shape(kind), plan_rows(kind))
+                    self._run_(step_shape(example), plan_rows(example))
             on_shape()
 
     def _run_(self, shape: StepShape, rows: Tensor) -> Tensor:

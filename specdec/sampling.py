@@ -2,7 +2,8 @@
 
 Nothing here waits for the device: no value is read on the host, so a step can be captured whole.
 What the host knows from the requests comes as flags: `filters` (some row may have top-k, top-p or
-min-p) and `all_greedy` (every row has temperature 0, so only the argmax is needed).
+min-p), `penalties` (some row may have one: only then are logits penalised) and `all_greedy` (every
+row has temperature 0, so only the argmax is needed).
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from specdec.kernels.cutoff.reference import cutoff as filter_cutoff
 from specdec.kernels.runtime import uses_triton
 from specdec.models.batch import Batch
+from specdec.penalties import penalised
 from specdec.state import GREEDY_EPSILON, INVALID_TOKEN_ID, State, TargetDist
 
 
@@ -149,7 +151,10 @@ def make_dist(
 
 
 def process_logits(logits: Tensor, state: State, batch: Batch, *, vocab_size: int) -> TargetDist:
-    """`make_dist` of a step's logits [N, V], each row under its request's sampling parameters."""
+    """`make_dist` of a step's logits [N, V], each row under its request's sampling parameters, the
+    penalties first."""
+    if batch.penalties:
+        logits = penalised(logits, state, batch, vocab_size=vocab_size)
     if uses_triton() and (batch.all_greedy or not batch.filters):
         from specdec.kernels.row_stats.kernel import row_stats
 

@@ -6,6 +6,7 @@ prompt + output + drafts, within a token budget (seed text, section 9.1).
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,10 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a caller asks for. `top_k = 0`, `top_p = 1`, `min_p = 0` are neutral."""
+    """What a caller asks for; all that follows `temperature` is neutral as it stands, to `seed`.
+
+    `repetition_penalty` counts the prompt and the output, the other two the output alone.
+    """
 
     prompt_ids: tuple[int, ...]
     max_tokens: int = 128
@@ -54,6 +58,9 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
 
@@ -66,6 +73,11 @@ class Request:
         """Whether filters change what is drawn; they never do at temperature 0."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return filters and not self.is_greedy
+
+    @property
+    def has_penalties(self) -> bool:
+        outputs = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return self.repetition_penalty != 1 or outputs
 
 
 @dataclass(eq=False)
@@ -190,6 +202,7 @@ def schedule(
         num_draft_tokens=num_draft_tokens,
         all_greedy=all(s.request.is_greedy for s, _, _ in scheduled),
         filters=any(s.request.has_filters for s, _, _ in scheduled),
+        penalties=any(s.request.has_penalties for s, _, _ in scheduled),
     )
 
 
@@ -217,6 +230,14 @@ def check_plan(plan: Plan, requests: Requests, limits: Limits) -> None:
         raise ConfigError(
             f"the schedule admits {len(admitted)} of {len(requests.waiting)} requests"
         )
+    scheduled = {*plan.slots, -1}  # -1: of those that are admitted
+    candidates = (*requests.running, *islice(requests.waiting, len(admitted)))
+    if not plan.penalties and any(
+        s.request.has_penalties for s in candidates if s.slot in scheduled
+    ):
+        raise ConfigError(
+            "the schedule runs a request with penalties; its Plan needs penalties=True"
+        )
     running = {sequence.slot for sequence in requests.running}
     held = {*running, *admitted} - {*plan.preempted}
     used = {*plan.slots, *(slot for slot, _, _ in plan.new_blocks)}
@@ -238,6 +259,9 @@ def _admission(sequence: Sequence, slot: int) -> Admission:
         top_k=request.top_k,
         top_p=request.top_p,
         min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
         seed=request.seed,
         ignore_eos=request.ignore_eos,
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.penalties.reference import reset_counts_
 from specdec.models.batch import NULL_BLOCK, VocabMap
 
 PLACEHOLDER_TOKEN_ID = -1  # no draft here; always rejected without a read
@@ -49,6 +50,11 @@ class State:
     top_k: Tensor  # [S] int64, 0: off
     top_p: Tensor  # [S] fp32
     min_p: Tensor  # [S] fp32
+    repetition_penalty: Tensor  # [S] fp32, 1: off
+    presence_penalty: Tensor  # [S] fp32, 0: off
+    frequency_penalty: Tensor  # [S] fp32, 0: off
+    token_counts: Tensor  # [S, V] int32 packed (`kernels.penalties`), of requests with penalties
+    # right while they run; V = 0 in an engine without penalties
     seeds: Tensor  # [S] int64
     ignore_eos: Tensor  # [S] bool
     block_tables: Tensor  # [S, M] int64
@@ -92,7 +98,7 @@ class TargetDist:
     p = exp(x - lse). A greedy row is one-hot at `argmax`. A row with no finite maximum is invalid.
     """
 
-    logits: Tensor  # [N, V] as produced
+    logits: Tensor  # [N, V] as produced, or penalised
     max: Tensor  # [N] fp32
     inv_temperature: Tensor  # [N] fp32
     cutoff: Tensor  # [N] fp32, -inf keeps all
@@ -149,6 +155,9 @@ class Admission:
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     seed: int
     ignore_eos: bool
 
@@ -167,6 +176,7 @@ class Plan:
     num_draft_tokens: int  # drafts to propose after this step
     all_greedy: bool  # no request of the step samples
     filters: bool  # some request uses top-k, top-p or min-p
+    penalties: bool = False  # some request has a repetition, presence or frequency penalty
 
 
 def new_state(
@@ -178,8 +188,10 @@ def new_state(
     draft_vocab_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    counted_vocab_size: int = 0,
 ) -> State:
-    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities.
+    """An empty State. `draft_vocab_size` is 0 when no rule asks for draft probabilities, and
+    `counted_vocab_size` when no request may have penalties.
 
     One token stands in every slot, so that positions of a slot that never ran are in range.
     """
@@ -210,6 +222,10 @@ def new_state(
         top_k=ints(slots),
         top_p=floats(slots, value=1.0),
         min_p=floats(slots),
+        repetition_penalty=floats(slots, value=1.0),
+        presence_penalty=floats(slots),
+        frequency_penalty=floats(slots),
+        token_counts=torch.zeros(slots, counted_vocab_size, dtype=torch.int32, device=device),
         seeds=ints(slots),
         ignore_eos=torch.zeros(slots, dtype=torch.bool, device=device),
         block_tables=ints(slots, columns, value=NULL_BLOCK),
@@ -238,8 +254,9 @@ def _admit_(state: State, plan: Plan) -> None:
     admitted = plan.admissions
     slots = upload(torch.tensor([a.slot for a in admitted]), device)
     lengths = [len(a.token_ids) for a in admitted]
-    ids = torch.nn.utils.rnn.pad_sequence([a.token_ids for a in admitted], batch_first=True)
-    state.token_ids[slots, : ids.shape[1]] = upload(ids, device)
+    texts = torch.nn.utils.rnn.pad_sequence([a.token_ids for a in admitted], batch_first=True)
+    ids = upload(texts, device)
+    state.token_ids[slots, : ids.shape[1]] = ids
     integers = {
         "prompt_len": [a.prompt_len for a in admitted],
         "max_len": [a.max_len for a in admitted],
@@ -251,11 +268,18 @@ def _admit_(state: State, plan: Plan) -> None:
         "temperature": [a.temperature for a in admitted],
         "top_p": [a.top_p for a in admitted],
         "min_p": [a.min_p for a in admitted],
+        "repetition_penalty": [a.repetition_penalty for a in admitted],
+        "presence_penalty": [a.presence_penalty for a in admitted],
+        "frequency_penalty": [a.frequency_penalty for a in admitted],
     }
     for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
         rows = upload(torch.tensor(list(names.values()), dtype=dtype), device)
         for name, row in zip(names, rows, strict=True):
             getattr(state, name)[slots] = row
+    if state.token_counts.shape[1]:
+        reset_counts_(
+            state.token_counts, slots, ids, state.prompt_len[slots], state.num_tokens[slots]
+        )
     state.ignore_eos[slots] = upload(torch.tensor([a.ignore_eos for a in admitted]), device)
     state.num_computed_tokens[slots] = 0
     state.num_drafts[slots] = 0

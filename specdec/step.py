@@ -56,6 +56,7 @@ class StepShape(NamedTuple):
     num_draft_tokens: int
     all_greedy: bool
     filters: bool
+    penalties: bool
 
 
 def step_shape(plan: Plan) -> StepShape:
@@ -76,6 +77,7 @@ def step_shape(plan: Plan) -> StepShape:
         num_draft_tokens=plan.num_draft_tokens,
         all_greedy=plan.all_greedy,
         filters=plan.filters,
+        penalties=plan.penalties,
     )
 
 
@@ -171,6 +173,7 @@ def prepare(
         max_query_len=shape.max_query_len,
         all_greedy=shape.all_greedy,
         filters=shape.filters,
+        penalties=shape.penalties,
     )
     wants_q = draft is not None and state.q_logits.shape[2]
     q = draft_dist(state, batch, draft.model) if wants_q else None
@@ -250,4 +253,5 @@ def commit_(state: State, batch: Batch, committed: Committed, drafts: Drafts) ->
         draft_token_ids=state.draft_token_ids,
         draft_is_delta=state.draft_is_delta,
         num_drafts=state.num_drafts,
+        output_bin_counts=state.token_counts if batch.penalties else None,
     )

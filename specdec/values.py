@@ -2,12 +2,25 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_BLOCK_SIZE = 4096  # tokens; a request wastes half a block
 MAX_THREADS = 1024
+
+
+class Penalty(NamedTuple):
+    off: float  # changes nothing
+    low: float
+    high: float
+
+
+PENALTIES = {  # OpenAI's ranges, where it has the penalty; fp32 logits stay finite under the first
+    "repetition_penalty": Penalty(1.0, 0.001, 1000.0),
+    "presence_penalty": Penalty(0.0, -2.0, 2.0),
+    "frequency_penalty": Penalty(0.0, -2.0, 2.0),
+}
 
 
 def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
@@ -16,6 +29,10 @@ def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
 
 def _between(low: int, high: int) -> tuple[Callable[[Any], bool], str]:
     return lambda v: low <= v <= high, f"an integer from {low} to {high}"
+
+
+def _from_to(low: float, high: float) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: low <= v <= high, f"from {low:g} to {high:g}"
 
 
 def _null_or(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
@@ -41,6 +58,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "sampling.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "sampling.min_p": _SHARE,
+    **{f"sampling.{name}": _from_to(p.low, p.high) for name, p in PENALTIES.items()},
     "sampling.max_tokens": _at_least(1),
     "sampling.num_samples": _at_least(1),
     "sampling.seed": _SEED,

@@ -27,6 +27,7 @@ def tiny_engine(
     kernels="torch",
     graphs=False,
     overlap=False,
+    penalties=False,
     **keywords,
 ):
     """`propose` is bound with K = k and `draft_sampling`; other keywords go to it too."""
@@ -49,6 +50,7 @@ def tiny_engine(
         limits,
         eos_token_ids=eos,
         draft_sampling=draft_sampling,
+        penalties=penalties,
         kernels=kernels,
         graphs=graphs,
         overlap=overlap,

@@ -165,6 +165,7 @@ def test_process_logits_gives_each_row_its_requests_parameters():
         cu_num_logits=torch.tensor([0, 2, 2, 5]),
         logits_indices=torch.tensor([4, 5, 9, 10, 11, 0]),
         filters=True,
+        penalties=False,
         all_greedy=False,
     )
     owners = torch.tensor([3, 3, 2, 2, 2, 2])

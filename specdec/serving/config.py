@@ -30,6 +30,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     api_key: str | None = None  # null: any key, or none, is accepted
+    penalties: bool = False  # serve them: counts of (max_num_seqs + 1) x vocabulary x 4 bytes
     served_model_name: str | None = None  # null: the name of the target's file or folder
     drain_seconds: int = 60  # given to running requests after SIGTERM
     device: str = "auto"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from specdec.schedule import Limits, Request
 from specdec.serving.errors import BadRequest
 from specdec.state import GREEDY_EPSILON
+from specdec.values import PENALTIES
 
 MAX_CHOICES = 128
 MAX_TEMPERATURE = 100.0
@@ -24,9 +25,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),
     "min_tokens": (0,),
@@ -53,6 +51,10 @@ IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "
 log = logging.getLogger(__name__)
 
 
+def _range(name: str) -> Any:
+    return Field(ge=PENALTIES[name].low, le=PENALTIES[name].high, allow_inf_nan=False)
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -72,6 +74,9 @@ class SamplingBody(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 turn it off
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -134,6 +139,7 @@ class Defaults(NamedTuple):
     limits: Limits
     vocab_size: int
     greedy_only: bool  # the verify rule is right at temperature 0 only
+    penalties: bool = False  # tokens are counted
 
     @property
     def temperature(self) -> float:
@@ -196,6 +202,7 @@ def make_job(
             f"temperature={temperature} cannot be served: this server verifies greedily; use 0",
             "temperature",
         )
+    penalties = _penalties(body, defaults)
     top_k = max(body.top_k or 0, 0)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
@@ -210,6 +217,7 @@ def make_job(
                 top_k=0 if top_k >= defaults.vocab_size else top_k,
                 top_p=1.0 if body.top_p is None else body.top_p,
                 min_p=body.min_p or 0.0,
+                **penalties,
                 seed=choice_seed(seed, choice),
                 ignore_eos=bool(body.ignore_eos),
             )
@@ -223,6 +231,20 @@ def make_job(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
     )
+
+
+def _penalties(body: SamplingBody, defaults: Defaults) -> dict[str, float]:
+    """The penalties that a body asks for, by the request's names."""
+    asked = {name: getattr(body, name) for name in PENALTIES}
+    asked = {name: v for name, v in asked.items() if v not in (None, PENALTIES[name].off)}
+    for name, value in asked.items():
+        if not defaults.penalties:
+            raise BadRequest(
+                f"{name}={value} is not served: this server was started with penalties=false; "
+                "leave it out, or start it with penalties=true",
+                name,
+            )
+    return asked
 
 
 def choice_seed(seed: int, choice: int) -> int:
