@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specdec.kernels.categorical.reference import BLOCK
 from specdec.kernels.chain import overlapped
 from specdec.kernels.cutoff.reference import SLACK
-from specdec.kernels.cutoff.scan import Scan, inverse_temperature, scan
+from specdec.kernels.cutoff.scan import Scan, scan
 from specdec.kernels.cutoff.search import (
     EXCLUDED,
     key_of,
@@ -33,6 +33,7 @@ from specdec.kernels.cutoff.search import (
     row_mass_key,
     value_of,
 )
+from specdec.kernels.row_stats.kernel import inverse_temperature
 from specdec.kernels.row_stats.reference import RowStats, block_size
 
 CANDIDATES = 2048  # most that one program holds

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.categorical.reference import BLOCK
 from specdec.kernels.chain import overlapped
+from specdec.kernels.row_stats.kernel import inverse_temperature
 from specdec.kernels.row_stats.reference import block_size
 
 MAX_CHUNKS = 4096  # chunk maxima of a row that one program holds
@@ -24,13 +25,6 @@ class Scan(NamedTuple):
     block_sum: Tensor  # [n, num_blocks] fp32, of exp((logit - block_max) * inv_temperature)
     chunk_max: Tensor  # [n, num_chunks] in the logits' dtype; empty when not asked for
     chunk: int
-
-
-@triton.jit
-def inverse_temperature(temperature, epsilon):
-    """1 on greedy rows; correctly rounded, as torch divides."""
-    greedy = temperature < epsilon
-    return tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
 @triton.jit

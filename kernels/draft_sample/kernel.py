@@ -14,24 +14,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels.categorical.kernel import first_past, pick_block
 from specdec.kernels.categorical.reference import BLOCK
 from specdec.kernels.chain import overlapped
 from specdec.kernels.cutoff.kernel import select
-from specdec.kernels.cutoff.scan import Scan, inverse_temperature, scan
+from specdec.kernels.cutoff.scan import Scan, scan
 from specdec.kernels.draft_sample.reference import KeptRows
 from specdec.kernels.philox.kernel import key_uniform
 from specdec.kernels.race.kernel import race
-from specdec.kernels.row_stats.kernel import row_stats
+from specdec.kernels.row_stats.kernel import inverse_temperature, row_stats
 from specdec.kernels.row_stats.reference import RowStats, block_size
-
-
-@triton.jit
-def first_past(quantile, cumulative, weights, index, SIZE: tl.constexpr):
-    """First positive weight whose cumulative sum exceeds the quantile, else the last positive."""
-    positive = weights > 0.0
-    first = tl.min(tl.where(positive & (cumulative > quantile), index, SIZE))
-    last = tl.max(tl.where(positive, index, 0))
-    return tl.where(first < SIZE, first, last)
 
 
 @triton.jit
@@ -137,15 +129,13 @@ def _draw(
     anchor = tl.where(finite, top, 0.0)
     sums = tl.where(finite, sums * tl.exp((tops - anchor) * scale), 0.0)
     total = tl.sum(sums)
-    quantile = uniform * total
-    drawn = first_past(quantile, tl.cumsum(sums, axis=0), sums, block, BLOCKS)
-    quantile -= tl.sum(tl.where(block < drawn, sums, 0.0))
+    drawn, quantile = pick_block(sums, uniform, BLOCKS)
     best = tl.min(tl.where(tops == top, block, BLOCKS))
     id = tl.where(greedy, best, drawn) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + id, mask=id < vocab_size, other=float("-inf"))
     x = x.to(tl.float32)
     weights = tl.where(x > float("-inf"), tl.exp((x - anchor) * scale), 0.0)
-    inside = first_past(quantile, tl.cumsum(weights, axis=0), weights, tl.arange(0, BLOCK), BLOCK)
+    inside = first_past(weights, quantile, BLOCK)
     chosen = tl.where(greedy, tl.min(tl.where(x == top, id, vocab_size)), drawn * BLOCK + inside)
     chosen = tl.where(finite, chosen, 0)
     _propose(row, chosen, greedy | (finite == 0), d2t_ptr, token_ptr, delta_ptr, MAPPED)
@@ -210,16 +200,12 @@ def _draw_kept(
     uniform = key_uniform(tl.load(seeds_ptr + row), tl.load(round_start_ptr + row), offset, PURPOSE)
     chosen = tl.maximum(argmax, 0).to(tl.int32)
     if one_hot == 0:
-        quantile = uniform * tl.sum(masses)
-        drawn = first_past(quantile, tl.cumsum(masses, axis=0), masses, block, BLOCKS)
-        quantile -= tl.sum(tl.where(block < drawn, masses, 0.0))
+        drawn, quantile = pick_block(masses, uniform, BLOCKS)
         id = drawn * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + row * row_stride + id, mask=id < vocab_size, other=float("-inf"))
         scaled = (x.to(tl.float32) - top) * scale
         weights = tl.where((scaled >= cut) & (id < vocab_size), tl.exp(scaled), 0.0)
-        inside = first_past(
-            quantile, tl.cumsum(weights, axis=0), weights, tl.arange(0, BLOCK), BLOCK
-        )
+        inside = first_past(weights, quantile, BLOCK)
         chosen = drawn * BLOCK + inside
     _propose(row, chosen, one_hot, d2t_ptr, token_ptr, delta_ptr, MAPPED)
     if KEEP:

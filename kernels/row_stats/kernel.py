@@ -42,7 +42,7 @@ def temperature_of(
 
 
 @triton.jit
-def inverse(temperature, epsilon):
+def inverse_temperature(temperature, epsilon):
     """1 / temperature, rounded as division rounds; 1 below epsilon."""
     return tl.div_rn(1.0, tl.where(temperature < epsilon, 1.0, temperature))
 
@@ -93,7 +93,7 @@ def _block_stats(
         temperature = temperature_of(
             row, temperature_ptr, slots_ptr, cu_num_logits_ptr, num_requests, REQUESTS
         )
-        scale = inverse(temperature, epsilon) * LOG2_E
+        scale = inverse_temperature(temperature, epsilon) * LOG2_E
     for step in range(BLOCKS):
         x = ahead.to(tl.float32)
         if not SUMS:
@@ -166,7 +166,7 @@ def _row_stats(
         temperature = temperature_of(
             row, temperature_ptr, slots_ptr, cu_num_logits_ptr, num_requests, REQUESTS
         )
-        inv_temperature = inverse(temperature, epsilon)
+        inv_temperature = inverse_temperature(temperature, epsilon)
         greedy = temperature < epsilon
     lse = 0.0
     if SUMS:

@@ -11,20 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels.categorical.kernel import first_past, pick_block
 from specdec.kernels.philox.kernel import key_uniform
 from specdec.kernels.row_stats.kernel import load_logits
 from specdec.kernels.verification.record import count_leading, load_drafts, store_record
-
-
-@triton.jit
-def first_past(weights, quantile, SIZE: tl.constexpr):
-    """Index of the first positive weight whose cumulative sum exceeds the quantile, or the last."""
-    at = tl.arange(0, SIZE)
-    positive = weights > 0
-    past = positive & (tl.cumsum(weights, axis=0) > quantile)
-    first = tl.min(tl.where(past, at, SIZE), axis=0)
-    last = tl.max(tl.where(positive, at, 0), axis=0)
-    return tl.where(first < SIZE, first, last)
 
 
 @triton.jit
@@ -32,15 +22,6 @@ def kept(logits, top, inv_temperature, cut, lse):
     """`sampling.kept_probs`; lse 0 gives weights relative to the row's maximum."""
     scaled = (logits - top) * inv_temperature
     return tl.where(scaled >= cut, tl.exp(scaled - lse), 0.0)
-
-
-@triton.jit
-def pick_block(mass, draw, BLOCKS: tl.constexpr):
-    """The block that holds the quantile, and what of the quantile is left inside it."""
-    quantile = draw * tl.sum(mass, axis=0)
-    block = first_past(mass, quantile, BLOCKS)
-    below = tl.sum(tl.where(tl.arange(0, BLOCKS) < block, mass, 0.0), axis=0)
-    return block, quantile - below
 
 
 @triton.jit
