@@ -124,6 +124,29 @@ def test_equal_scores_take_the_lower_ids():
     assert experts.tolist() == [[1, 2, 4], [0, 1, 2]]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("num_experts", [8, 36])
+def test_a_row_that_is_not_finite_chooses_experts_that_exist(num_experts):
+    """Its outputs are not numbers; other rows keep theirs, and nothing is read past the weights."""
+    from specdec.kernels.moe import kernel
+
+    logits = torch.randn(3, num_experts, device=DEVICE)
+    spoiled = logits.clone()
+    spoiled[1] = float("nan")
+    correction = torch.zeros(num_experts, device=DEVICE)
+    for choose in (
+        lambda x: kernel.softmax_topk(x, 3, True),
+        lambda x: kernel.grouped_sigmoid_topk(x, correction, 3, 4, 2, True, 1.0),
+    ):
+        (experts, weights, _), (expected, *_) = choose(spoiled), choose(logits)
+        assert torch.equal(experts[::2], expected[::2])
+        assert experts[1].sort().values.tolist() == sorted(set(experts[1].tolist()))
+        assert experts[1].min() >= 0
+        assert experts[1].max() < num_experts
+        assert weights[1].isnan().all()
+        assert weights[::2].isfinite().all()
+
+
 def test_models_run_it():
     from specdec.kernels.runtime import using
     from specdec.models import moe
