@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def graphed(
         result is overwritten by the next call of any graph of the pool.
     """
     inputs = tuple(arg.clone() for arg in example_args)
-    stream = torch.cuda.Stream()
+    stream = _warm_up_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # libraries load and kernels compile before the capture
         for _ in range(2):
@@ -45,3 +46,9 @@ def graphed(
         return output
 
     return replay
+
+
+@cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
