@@ -112,7 +112,8 @@ def serving(engine, *, tokenizer=None, api_key=None):
     metrics = ServerMetrics(MODEL, limits.max_draft_tokens)
     worker = EngineThread(engine, lambda outputs: metrics.record_step_(engine, outputs))
     greedy_only = traits_of(engine.stages.verify).greedy_only
-    defaults = Defaults(limits, engine.target.model.vocab_size, greedy_only)
+    counted = engine.state.token_counts.shape[1] > 0
+    defaults = Defaults(limits, engine.target.model.vocab_size, greedy_only, counted)
     served = Served(MODEL, "folder/tiny", int(time.time()), defaults)
     app = create_app(served, worker, codec, metrics, api_key=api_key)
     sock = socket.socket()

@@ -228,6 +228,11 @@ REFUSALS = {
     ),
     "another temperature": (SAMPLED, {}, "sampling.temperature is 0.7"),
     "another top-p": (SAMPLED | {"sampling__top_p": 0.9}, SAMPLED, "sampling.top_p is 0.9"),
+    "another penalty": (
+        {"sampling__presence_penalty": 0.5},
+        {},
+        "sampling.presence_penalty is 0.5",
+    ),
     "another limit": ({"sampling__max_tokens": 65}, {}, "sampling.max_tokens is 65"),
     "other prompts": ({"ids": range(3, 12)}, {}, "prompt_id: 'q0'"),
     "fewer prompts": (
@@ -257,7 +262,8 @@ def test_what_cannot_be_paired_is_refused_by_its_key(
 
 def test_settings_that_change_nothing_are_not_refused(tmp_path, monkeypatch):
     a = write_run(tmp_path / "a", sampling__top_k=0, sampling__top_p=0.5, seed=3)
-    b = write_run(tmp_path / "b", sampling__top_k=None, seed=3)  # greedy: filters do not matter
+    off = {"sampling__repetition_penalty": 1.0, "sampling__presence_penalty": 0.0}
+    b = write_run(tmp_path / "b", sampling__top_k=None, seed=3, **off)  # filters do not matter
     code, (pair,) = run_compare(tmp_path / "out", [a, b], monkeypatch)
     assert code == 0
     assert float(pair["difference"]) == 0

@@ -70,7 +70,7 @@ def test_waits_are_seen():
     assert waits.calls == []
 
 
-def waits_of(engine, monkeypatch):
+def waits_of(engine, monkeypatch, more=()):
     """Calls in each of the engine's steps, over requests of every kind side by side."""
     step, calls = runner_module.decode_step, []
 
@@ -85,6 +85,7 @@ def waits_of(engine, monkeypatch):
         *requests([[7, 3, 60, 2, 9, 9, 41], [11]], max_tokens=9),
         *requests([list(range(3, 24))], max_tokens=9, temperature=1.0, top_p=0.9, min_p=0.1),
         *requests([[5, 5, 5, 5, 5, 5]], max_tokens=9, temperature=0.7, top_k=5),
+        *more,
     ]
     results = generate(engine, asked)
     assert any(r.drafted for result in results for r in result.rounds)
@@ -116,9 +117,16 @@ def test_a_step_of_any_head(name, monkeypatch):
 def test_a_step_of_any_rule(rule, propose, mode, monkeypatch):
     target = tiny_target()
     engine = tiny_engine(
-        target, tiny_draft(target), propose, rule, draft_sampling=mode, max_num_batched_tokens=16
+        target,
+        tiny_draft(target),
+        propose,
+        rule,
+        draft_sampling=mode,
+        max_num_batched_tokens=16,
+        penalties=True,
     )
-    assert {tuple(step) for step in waits_of(engine, monkeypatch)} == {()}
+    penalised = requests([[7, 3, 60, 7, 3]], max_tokens=9, repetition_penalty=1.2)
+    assert {tuple(step) for step in waits_of(engine, monkeypatch, penalised)} == {()}
 
 
 @pytest.mark.gpu
