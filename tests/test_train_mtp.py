@@ -90,7 +90,7 @@ def test_only_the_head_trains(train_mtp, tmp_path, data, tied, monkeypatch):
     """CASES T2, C1c: five steps leave the target's tensors bitwise as they were."""
     model = write_chat_model(tmp_path / "model", tie_word_embeddings=tied)
     build._target.cache_clear()
-    target = build._target(str(model), torch.device("cpu"), torch.float32, None)
+    target = build._target(str(model), torch.device("cpu"), torch.float32, None, "none")
     base = [target.embed, target.lm_head, target.params.norm]
     base += [p.to_dense() if p.is_mkldnn else p for p in target.params.layers[0] if p is not None]
     before, storage = digest(*base), target.lm_head.data_ptr()
