@@ -110,16 +110,16 @@ def trim(
     num_drafts: Tensor,
     finish_reason: Tensor,
 ) -> Outcome:
-    """See `reference.trim`."""
+    """See `reference.trim`; the verification's tensors may lie at any strides."""
     num_requests, width = token_ids.shape
     counts = token_ids.new_empty(len(Outcome._fields) - 1, num_requests)
-    out = Outcome(torch.empty_like(token_ids), *counts)
+    out = Outcome(token_ids.new_empty(num_requests, width), *counts)
     launch: Any = programs.trim[(num_requests,)]
     launch(
-        token_ids,
-        rows,
-        num_accepted,
-        num_sampled,
+        token_ids.contiguous(),
+        rows.contiguous(),
+        num_accepted.contiguous(),
+        num_sampled.contiguous(),
         request_slots,
         query_start,
         seq_lens,
@@ -156,7 +156,7 @@ def post_update_(
     num_drafts: Tensor,
     output_bin_counts: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.post_update_`."""
+    """See `reference.post_update_`; the proposal's tensors may lie at any strides."""
     (num_requests, width), proposed = outcome.token_ids.shape, drafts.shape[1]
     k = draft_token_ids.shape[1]
     report = outcome.token_ids.new_empty(num_requests, width + 6)
@@ -169,9 +169,9 @@ def post_update_(
         outcome.num_tokens,
         outcome.num_computed_tokens,
         outcome.finish_reason,
-        drafts,
-        is_delta,
-        num_proposed,
+        drafts.contiguous(),
+        is_delta.contiguous(),
+        num_proposed.contiguous(),
         request_slots,
         token_ids,
         token_ids.stride(0),
