@@ -49,6 +49,8 @@ def arrivals(num_steps, seed):
                 temperature=draw.choice([0.0, 0.0, 1.0, 0.7]),
                 top_k=draw.choice([0, 0, 5]),
                 top_p=draw.choice([1.0, 0.9]),
+                repetition_penalty=draw.choice([1.0, 1.0, 1.0, 1.3]),
+                frequency_penalty=draw.choice([0.0, 0.0, 0.0, 0.2]),
                 seed=draw.randrange(1000),
             )[0]
             for _ in range(draw.choice([0, 0, 0, 1, 2]))
@@ -58,9 +60,9 @@ def arrivals(num_steps, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_graph_equals_the_functions_over_a_thousand_steps(overlap, monkeypatch):
-    replayed = engine_of(overlap=overlap)
+    replayed = engine_of(overlap=overlap, penalties=True)
     monkeypatch.setattr(runner_module, "graphed", uncaptured)
-    called = engine_of(overlap=overlap)
+    called = engine_of(overlap=overlap, penalties=True)
     num_tokens = 0
     for step, fresh in enumerate(arrivals(1000, seed=4)):
         for request in fresh:
@@ -75,6 +77,7 @@ def test_a_graph_equals_the_functions_over_a_thousand_steps(overlap, monkeypatch
         num_tokens += sum(len(output.token_ids) for output in want)
     assert num_tokens > 2000
     assert len(replayed.runner.steps) > 5
+    assert {shape.penalties for shape in replayed.runner.steps} == {False, True}
 
 
 @pytest.mark.gpu
@@ -85,11 +88,11 @@ def test_a_graph_decodes_as_plain_steps_do(verify, mode):
     """fp32, so that rows beside a request's own change nothing that decides a token."""
     keywords = {"verify": verify, "draft_sampling": mode, "dtype": torch.float32}
     asked = [request for fresh in arrivals(60, seed=1) for request in fresh]
-    got = generate(engine_of(**keywords, overlap=True), asked)
+    got = generate(engine_of(**keywords, overlap=True, penalties=True), asked)
     target = tiny_target(device="cpu")
     engine = tiny_engine(
         target, tiny_draft(target), autoregressive, verify, draft_sampling=mode,
-        max_num_batched_tokens=32,
+        max_num_batched_tokens=32, penalties=True,
     )  # fmt: skip
     want = generate(engine, asked)
     same = [a.token_ids == b.token_ids for a, b in zip(got, want, strict=True)]
@@ -97,14 +100,17 @@ def test_a_graph_decodes_as_plain_steps_do(verify, mode):
 
 
 @pytest.mark.gpu
-def test_warm_up_captures_every_shape(monkeypatch):
+@pytest.mark.parametrize("penalties", [False, True])
+def test_warm_up_captures_every_shape(penalties, monkeypatch):
     captured = []
-    engine = engine_of(max_num_seqs=4)
+    engine = engine_of(max_num_seqs=4, penalties=penalties)
     before = engine.state.token_ids.clone(), engine.state.num_tokens.clone()
     engine.runner.warm_up(on_shape=lambda: captured.append(1))
-    assert len(captured) == engine.runner.num_shapes == len(engine.runner.steps) / 2
+    kinds = 4 if penalties else 2
+    assert len(captured) == engine.runner.num_shapes == len(engine.runner.steps) / kinds
     assert torch.equal(engine.state.num_tokens, before[1])
-    plain = requests([[7, 3, 60], [4] * 20, [9]], max_tokens=9)
+    plain = requests([[7, 3, 60], [4] * 20], max_tokens=9)
+    plain += requests([[9]], max_tokens=9, presence_penalty=0.1 if penalties else 0.0)
     monkeypatch.setattr(runner_module, "graphed", None)  # nothing is left to capture
     assert [len(r.token_ids) for r in generate(engine, plain)] == [9, 9, 9]
 

@@ -40,6 +40,9 @@ def autoregressive(
         draft_sampling: "greedy" (one-hot proposals), "sample" (from q, kept for the rule) or
             "shared" (argmax under the target's own Gumbel noise, for `gumbel` with shared noise).
         temperature: of q; None takes the request's own. Requests at temperature 0 draft greedily.
+
+    q has no penalties: any q is lossless, and theirs would need counts of the draft's own. A request
+    with strong penalties therefore has fewer drafts accepted.
     """
     model, cache = draft
     ids, positions = next_token_ids(state, batch, committed)
