@@ -41,8 +41,8 @@ def autoregressive(
             "shared" (argmax under the target's own Gumbel noise, for `gumbel` with shared noise).
         temperature: of q; None takes the request's own. Requests at temperature 0 draft greedily.
 
-    q has no penalties: any q is lossless, and theirs would need counts of the draft's own. A request
-    with strong penalties therefore has fewer drafts accepted.
+    q has no penalties: any q is lossless, and they would need counts of the drafts as they are
+    made. A request with strong penalties has fewer drafts accepted for it.
     """
     model, cache = draft
     ids, positions = next_token_ids(state, batch, committed)
