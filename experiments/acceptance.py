@@ -215,6 +215,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ["bytes a round", number(summary["bytes_per_round"])],
         ["tokens a second", number(summary["tokens_per_second"], 1)],
     ]
+    if summary["num_errors"]:
+        rows.append(["ended in an error", f"{summary['num_errors']}: logits that are not numbers"])
     if summary["speedup"] is not None:
         rows.append(["plain tokens a second", number(summary["baseline_tokens_per_second"], 1)])
         rows.append(["speedup", number(summary["speedup"], 2)])

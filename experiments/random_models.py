@@ -21,6 +21,7 @@ from specdec.models.head import head_layout
 from specdec.models.heads import detect_head, head_config, read_draft
 from specdec.models.load import FAMILIES, build_target
 from specdec.models.parts import shapes_of
+from specdec.models.settings import check_settings
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,6 +49,7 @@ def random_target(
         )
     if settings.get("vocab_size") is None:
         raise ConfigError("the shape has no vocabulary of its own; set vocab_size")
+    check_settings(settings)
     config = family.config(settings)
     checkpoint = _random_checkpoint(config, shapes_of(target_layout(config)), device, seed)
     return build_target(checkpoint, settings, device=device, dtype=dtype, **options)
@@ -71,6 +73,11 @@ def random_draft(settings: Mapping[str, Any], target: Target, *, seed: int = 1) 
     shapes, given = dict(shapes_of(head_layout(config))), {}
     rows = settings.get("draft_vocab_size")
     if rows:
+        if rows > target.vocab_size:
+            raise ConfigError(
+                f"draft_shape.draft_vocab_size={rows} exceeds the target's vocabulary of "
+                f"{target.vocab_size}; lower it, or null for all of it"
+            )
         shapes[OWN_HEAD] = (rows, config.block.hidden_size)
         order = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))
         given["d2t"] = order[:rows].sort().values - torch.arange(rows)

@@ -27,6 +27,7 @@ from specdec.models.qwen3_moe import Qwen3MoeConfig
 from specdec.models.qwen3_next import QWEN3_NEXT, Qwen3NextConfig
 from specdec.models.qwen3_next_checkpoint import qwen3_next_layout
 from specdec.models.rope import inv_freq
+from specdec.models.settings import check_settings
 from specdec.training.attention import row_attention
 from specdec.training.packing import Row
 
@@ -113,6 +114,7 @@ def new_target(
         raise ConfigError(
             f"shape.model_type={settings.get('model_type')!r} is not one of {', '.join(FAMILIES)}"
         )
+    check_settings(settings)
     config = family.config(settings)
     layout = target_layout(config)
     fresh = init_params(config, layout, seed=seed)

@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 from specdec.models.fp8 import ReadScaled, block_scaled, dequantised
 from specdec.models.gguf import gguf_tensors, read_gguf_config
+from specdec.models.settings import check_settings
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PRETRAINED = Path(__file__).with_name("pretrained")
@@ -110,17 +111,23 @@ def _settings(file: Path) -> dict[str, Any]:
     config = file.with_name("config.json")
     if not config.exists():
         return {}
+    settings = read_object(config)
     try:
-        settings = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{config} is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{config} is not a JSON object")
-    for name, value in settings.items():
-        is_size = name.startswith("num_") or name.endswith("_size")
-        if is_size and isinstance(value, str):
-            raise CheckpointError(f"{config}: {name}={value!r} must be a number")
+        check_settings(settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{config}: {error}") from error
     return settings
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises CheckpointError for any other."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return content
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -133,7 +140,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return Checkpoint(file, gguf_tensors(file))
     if file.name != INDEX:
         return _plain_and_scaled(file, safetensors_file(file))
-    weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+    weight_map = read_object(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{file} has no weight_map from tensors' names to files")
     shards: dict[str, Any] = {}
     for shard in sorted(set(weight_map.values())):
         if not file.with_name(shard).exists():

@@ -15,6 +15,7 @@ from specdec.models.eagle3 import eagle3_axes, eagle3_config, flat_settings
 from specdec.models.eagle_checkpoint import eagle_config, plain_names, read_head
 from specdec.models.head import EagleConfig
 from specdec.models.mtp import mtp_config, mtp_tensors
+from specdec.models.settings import check_settings
 
 MODEL_TYPES = {
     "qwen3_next": "qwen3_next_mtp",
@@ -81,12 +82,15 @@ def read_draft(
     if name not in FAMILIES:
         raise CheckpointError(f"unknown head family {name!r}; known: {', '.join(FAMILIES)}")
     method, row = FAMILIES[name].method, FAMILIES[name].axes
-    if method == "eagle3":
-        row = eagle3_axes(settings, row)
-    row = axes if isinstance(axes, HeadAxes) else head_axes(axes or {}, row)
-    if logits_from is not None:
-        row = head_axes({"logits_from": logits_from}, row)
-    config = head_config(settings, name, row, target)
+    try:
+        if method == "eagle3":
+            row = eagle3_axes(settings, row)
+        row = axes if isinstance(axes, HeadAxes) else head_axes(axes or {}, row)
+        if logits_from is not None:
+            row = head_axes({"logits_from": logits_from}, row)
+        config = head_config(settings, name, row, target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
     checkpoint = mtp_tensors(checkpoint, config) if method == "mtp" else plain_names(checkpoint)
     return read_head(
         checkpoint, settings, target, config, num_draft_rows=num_draft_rows, ranking=ranking
@@ -97,6 +101,7 @@ def head_config(
     settings: Mapping[str, Any], family: str, axes: HeadAxes, target: Target
 ) -> EagleConfig:
     """The config of a head of a family in `FAMILIES`, from its flat config.json."""
+    check_settings(settings)
     method = FAMILIES[family].method
     if method == "mtp":
         return mtp_config(settings, family, axes)

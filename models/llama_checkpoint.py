@@ -27,7 +27,7 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def need(name: str) -> Any:
-        if config.get(name) is None:
+        if config.get(name) in (None, 0):
             raise CheckpointError(f"config.json lacks {name!r}")
         return config[name]
 

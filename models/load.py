@@ -31,6 +31,7 @@ from specdec.models.qwen3_moe import qwen3_moe_target
 from specdec.models.qwen3_moe_checkpoint import load_qwen3_moe_params, qwen3_moe_config
 from specdec.models.qwen3_next import qwen3_next_target
 from specdec.models.qwen3_next_checkpoint import load_qwen3_next_params, qwen3_next_config
+from specdec.models.settings import check_settings
 from specdec.models.tokenizer import real_vocab_size
 
 __all__ = [
@@ -129,6 +130,7 @@ def build_target(
             f"{checkpoint.path}: quant_method={method!r} is not supported; known: 'fp8' in blocks"
         )
     try:
+        check_settings(settings)
         config = known.config(settings)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error

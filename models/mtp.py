@@ -21,7 +21,7 @@ ERNIE = "model.mtp_"
 
 def mtp_config(settings: Mapping[str, Any], family: str, axes: HeadAxes) -> EagleConfig:
     """The config of the head that goes with a target's config.json."""
-    settings = {**settings, **settings.get("text_config", {})}
+    settings = {**settings, **(settings.get("text_config") or {})}
     names = FAMILIES[family].count_keys
     count = next((settings[name] for name in names if settings.get(name) is not None), 1)
     if count < 1:

@@ -31,7 +31,7 @@ NESTED = "model.language_model."  # Qwen3.5's text model beside a vision tower
 
 def qwen3_next_config(config: Mapping[str, Any]) -> Qwen3NextConfig:
     """The fields of a Hugging Face config.json. Raises CheckpointError naming what is missing."""
-    config = {**config, **config.get("text_config", {})}
+    config = {**config, **(config.get("text_config") or {})}
 
     def need(name: str) -> Any:
         if config.get(name) is None:

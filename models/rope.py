@@ -50,7 +50,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         )
     if config.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("partial_rotary_factor other than 1 is not supported")
-    theta = float(settings.get("rope_theta", config.get("rope_theta") or DEFAULT_THETA))
+    theta = float(settings.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return Rope(theta)
@@ -116,8 +116,14 @@ def inv_freq(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> T
     """Angles a position, [head_dim / 2] fp32; pair i is dimensions i and i + head_dim / 2.
 
     Llama 3's scaling keeps short wavelengths, divides long ones by `factor`, and blends between;
-    yarn (arXiv 2309.00071) blends by dimension.
+    yarn (arXiv 2309.00071) blends by dimension. Raises CheckpointError for an odd number of
+    dimensions, or none.
     """
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(
+            f"rotary positions turn pairs of a head's dimensions, and {head_dim} are no pairs; "
+            "check head_dim, hidden_size and num_attention_heads in the config"
+        )
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freq = 1.0 / rope.theta**exponent
     if rope.kind == "linear":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import CheckpointError
-from specdec.models.checkpoint import resolve_path
+from specdec.models.checkpoint import read_object, resolve_path
 from specdec.models.gguf import metadata
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     folder = where if where.is_dir() else where.parent
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of what the files hold, and transformers checks little of it
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{folder} has no readable tokenizer: {reason}") from error
 
@@ -54,9 +53,14 @@ def eos_token_ids(source: str | Path | PreTrainedTokenizerFast) -> tuple[int, ..
     folder = where if where.is_dir() else where.parent
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists():
-            ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+            declared = read_object(folder / name).get("eos_token_id")
+            if declared is not None:
+                ids = tuple(declared) if isinstance(declared, list) else (declared,)
+                if not all(isinstance(id_, int) and id_ >= 0 for id_ in ids):
+                    raise CheckpointError(
+                        f"{folder / name}: eos_token_id={declared!r} must be an id or a list of ids"
+                    )
+                return ids
     return eos_token_ids(load_tokenizer(folder))
 
 
@@ -104,13 +108,18 @@ def check_same_tokenizer(target: str | Path, draft: str | Path) -> None:
 
 
 def _tokenizer_json(file: Path) -> dict[int, str]:
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    vocab = tokenizer["model"].get("vocab") or {}
-    if isinstance(vocab, dict):
-        tokens = {id_: token for token, id_ in vocab.items()}
-    else:  # Unigram: [token, score] in the order of ids
-        tokens = {id_: token for id_, (token, _) in enumerate(vocab)}
-    return tokens | {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
+    tokenizer = read_object(file)
+    try:
+        vocab = tokenizer["model"].get("vocab") or {}
+        if isinstance(vocab, dict):
+            tokens = {int(id_): token for token, id_ in vocab.items()}
+        else:  # Unigram: [token, score] in the order of ids
+            tokens = {id_: token for id_, (token, _) in enumerate(vocab)}
+        added = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{file} is not a tokenizer's file ({kind}: {error})") from error
+    return tokens | added
 
 
 def _gguf_file(path: Path) -> Path | None:

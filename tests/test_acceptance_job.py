@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_chat
 from scripts import PROMPTS, call, jobs_of, rows_of, summary_of, tiny_job
 
 import specdec.experiments
@@ -228,6 +229,21 @@ def test_the_gumbel_rule_gives_the_tokens_of_plain_sampling(base, tmp_path, monk
     assert plain["config"]["propose"]["num_draft_tokens"] == 0
     assert plain["acceptance_length"] == 1.0
     assert drafted["num_drafted"] > 0
+
+
+def test_answers_that_ended_in_an_error_are_counted(base, tmp_path, monkeypatch, capfd):
+    """A target whose weights are not numbers: nothing is written, and the table says why."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_chat.write_chat_model(tmp_path / "target")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors")
+    out = tmp_path / "run"
+    argv = [*base, f"target.path={folder}", "propose=none", "logger=none", f"hydra.run.dir={out}"]
+    assert call(acceptance.main, argv, monkeypatch) == 0
+    assert summary_of(out)["num_errors"] == 6
+    assert "6: logits that are not numbers" in capfd.readouterr().out
 
 
 def test_without_a_draft_model_none_is_loaded(base, tmp_path, monkeypatch, capfd):

@@ -141,6 +141,13 @@ def test_a_missing_shard_is_named(tmp_path):
     }
     index.write_text(json.dumps({"weight_map": weight_map}))
     refused(lambda: load_target(folder), "no shard holds ghost.weight")
+    for damaged, message in (
+        ("{", "index.json is not valid JSON"),
+        ("{}", "index.json has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "index.json has no weight_map"),
+    ):
+        index.write_text(damaged)
+        refused(lambda: load_target(folder), message)
 
 
 def test_settings_that_cannot_run_are_named(tmp_path):

@@ -194,6 +194,9 @@ def test_plain_decoding_builds_no_head(tmp_path, monkeypatch):
         ("vocab_size=null", "set vocab_size"),
         ("+draft_shape.head_family=eagle9", "draft_shape.head_family='eagle9' is not one of"),
         ("sampling.max_tokens=2", "raise sampling.max_tokens"),
+        ("shape.num_hidden_layers=0", "num_hidden_layers=0 must be a number"),
+        ("draft_shape.hidden_size=wide", "hidden_size='wide' must be a number"),
+        ("draft_shape.draft_vocab_size=5000", "draft_vocab_size=5000 exceeds"),
     ],
 )
 def test_what_is_refused(override, said, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """The synthetic rule: the real rule's work, a made-up outcome."""
 
+import math
+
 import battery
 import pytest
 import torch
@@ -80,7 +82,9 @@ def test_it_is_declared_lossy():
     ("keywords", "match"),
     [
         ({"rule": "rejecton"}, r"^verify\.rule='rejecton' is not one of rejection"),
-        ({"accepted": -1.0}, r"^verify\.accepted=-1\.0 must be at least 0"),
+        ({"accepted": -1.0}, r"^verify\.accepted=-1\.0 must be a finite number of at least 0"),
+        ({"accepted": math.nan}, r"^verify\.accepted=nan must be a finite number"),
+        ({"accepted": math.inf}, r"^verify\.accepted=inf must be a finite number"),
         ({"rates": [0.5, 1.5]}, r"^verify\.rates has 1\.5; each must be from 0 to 1"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import tiny
+import tiny_chat
 
 from specdec.errors import CheckpointError
 from specdec.models.tokenizer import eos_token_ids, load_tokenizer, real_vocab_size
@@ -84,3 +85,38 @@ def test_declared_ends_of_a_folder(tmp_path, files, expected):
 def test_a_folder_without_a_tokenizer(tmp_path):
     folder = tiny.write_target(tmp_path)
     tiny.one_line_error(lambda: load_tokenizer(folder), CheckpointError, "no readable tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", '{"a": 1}', "tokenizer.json is not a tokenizer's file .KeyError"),
+        ("tokenizer.json", '{"model": {"vocab": [1]}}', "is not a tokenizer's file .TypeError"),
+        ("generation_config.json", "not json", "generation_config.json is not valid JSON"),
+        ("generation_config.json", "[]", "generation_config.json is not a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id='x' must be an id"),
+        ("generation_config.json", '{"eos_token_id": [2, null]}', "must be an id or a list of ids"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, text, message):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(text)
+    read = real_vocab_size if name == "tokenizer.json" else eos_token_ids
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer_config.json", "[]"),
+        ("config.json", '{"model_type": "llama", "dtype": "float99"}'),
+    ],
+)
+def test_what_transformers_stumbles_over_is_one_line(tmp_path, name, text):
+    """It raises errors of many kinds, and reads config.json beside the tokenizer's own files."""
+    folder = tiny_chat.write_chat_model(tmp_path / "model")
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match="has no readable tokenizer"):
+        load_tokenizer(folder)

@@ -1,5 +1,6 @@
 """A real rule's full work with a made-up outcome, to time steps of models that agree on nothing."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -88,8 +89,8 @@ def real_rule(name: str) -> Callable[[TargetDist, Drafts, Keys], Verification]:
 
 
 def check(accepted: float, rates: Sequence[float] | None) -> None:
-    if accepted < 0:
-        raise ConfigError(f"verify.accepted={accepted} must be at least 0")
+    if not 0 <= accepted < math.inf:
+        raise ConfigError(f"verify.accepted={accepted} must be a finite number of at least 0")
     for rate in rates or ():
         if not 0 <= rate <= 1:
             raise ConfigError(f"verify.rates has {rate}; each must be from 0 to 1")
