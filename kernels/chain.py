@@ -25,6 +25,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 
 from specdec.kernels.runtime import interpreting
 
@@ -40,3 +42,16 @@ def can_overlap() -> bool:
 def overlapped() -> dict[str, bool]:
     """Options of an overlapped launch: the constant OVERLAP, and launch_pdl where it is True."""
     return {"OVERLAP": True, "launch_pdl": True} if can_overlap() else {"OVERLAP": False}
+
+
+@triton.jit
+def ask_for(address):
+    """Brings the lines at these addresses into the second-level cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

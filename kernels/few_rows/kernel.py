@@ -24,26 +24,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.add_norm.kernel import rows_of
-from specdec.kernels.chain import overlapped
+from specdec.kernels.chain import ask_for, overlapped
 from specdec.kernels.few_rows.plan import Plan, product_plan
 from specdec.kernels.gated_act.kernel import silu_times
 from specdec.kernels.runtime import interpreting
 
 MAX_TILES = 1 << 16  # groups of outputs that programs can share
 FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3)
-
-
-@triton.jit
-def ask_for(address):
-    """Brings the lines at these addresses into the second-level cache, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [address.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specdec.kernels.chain import ask_for
 from specdec.kernels.paged_attention import plan
 
 MIN_SHARE = tl.constexpr(plan.MIN_SHARE)
@@ -17,19 +18,11 @@ PREFETCHED = tl.constexpr(2)  # iterations whose keys are asked for before the p
 
 @triton.jit
 def _prefetch(rows, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    """Asks the second-level cache for the lines of rows of WIDTH numbers at pointers [n]."""
+    """`ask_for` the lines of rows of WIDTH numbers at pointers [n]."""
     LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
     COUNT: tl.constexpr = (WIDTH_PAD + LINE - 1) // LINE
     line = tl.arange(0, COUNT) * LINE
-    lines = rows[:, None] + tl.where(line < WIDTH, line, 0)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [lines.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    ask_for(rows[:, None] + tl.where(line < WIDTH, line, 0)[None, :])
 
 
 @triton.jit
