@@ -8,6 +8,7 @@ folder gets `head/` (the checkpoint of best decoded acceptance length, in its fa
 layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from).
 """
 
+import math
 import shutil
 import time
 from pathlib import Path
@@ -86,7 +87,7 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
     params = {name: p.requires_grad_() for name, p in head.params.items()}
     average = {name: p.detach().clone() for name, p in params.items()}
     optimizers = make_optimizers(params)
-    lm_head, d2t, t2d = draft_rows(cfg.draft, cfg.head, target, ranking)
+    lm_head, d2t, t2d = draft_rows(cfg.draft, cfg.head, target, ranking, models.draft)
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         objective = compiled(objective)
     num_steps = cfg.unroll.num_steps
@@ -134,6 +135,10 @@ def run(cfg: DictConfig, folder: Path, run_log: Any) -> dict[str, Any]:
             **{f"seconds_{name}": x for name, x in seconds.items()},
         }
         train_csv.add(row)
+        if not math.isfinite(row["loss"]):
+            raise ConfigError(
+                f"the loss is {row['loss']} at step {done.step}; lower optimizer.lr or clip_norm"
+            )
         run_log.log({"step": done.step, **{f"train/{k}": v for k, v in row.items() if k != "step"}})
         shares = " ".join(f"{name} {x / spent:.0%}" for name, x in seconds.items())
         print(

@@ -103,6 +103,11 @@ def head_config(
     block = replace(config, **changes)
     first_layer = config.num_layers if FAMILIES[name].method == "mtp" else 0
     if row.input_features == "last_hidden":
+        if aux_layers is not None:
+            raise ConfigError(
+                f"head.aux_layers={list(aux_layers)} are of Eagle-3 heads, and draft.family={name} "
+                "reads the last hidden state alone; leave it null"
+            )
         return EagleConfig(block, row, name, first_layer)
     count = config.num_layers
     ids = (2, count // 2, count - 3) if aux_layers is None else tuple(aux_layers)
@@ -147,9 +152,8 @@ def trained_head(
     else:
         config = start.config
         tree = layers.map_tree(lambda p: layers.unpack(p).float(), start.params)
-        if start.vocab_map is not None and config.axes.logits_from == "shared":
-            unit = torch.eye(config.block.hidden_size, device=device, dtype=dtype)
-            own_head = start.logits(unit, 0).T.float()
+        if config.axes.logits_from == "shared":
+            own_head = own_lm_head(start, target)
     layout = head_layout(config, fc_bias=tree.fc_bias is not None)
     params = dict(zip(leaf_names(tree), layers.tree_leaves(tree), strict=True))
     if own_head is not None:
@@ -196,6 +200,25 @@ def trained_head(
             save_target_rows(folder, ranking)
 
     return TrainedHead(config, params, run, lm_head, draft, save)
+
+
+def own_lm_head(draft: Draft, target: Target) -> Tensor | None:
+    """A head's own lm_head [V_draft, H] in fp32; None where it is the target's.
+
+    Raises ConfigError for one of other ids than the target's that no map names.
+    """
+    hidden = draft.config.block.hidden_size
+    unit = torch.eye(hidden, device=target.embed.device, dtype=target.embed.dtype)
+    own = draft.logits(unit, 0)
+    if draft.vocab_map is None:
+        if own.shape[1] == len(target.lm_head) and torch.equal(own, target.logits(unit)):
+            return None
+        if own.shape[1] != target.vocab_size:
+            raise ConfigError(
+                f"the head's own lm_head has {own.shape[1]} rows and the target "
+                f"{target.vocab_size} ids; it cannot be trained further"
+            )
+    return own.T.float()
 
 
 def own_ids(ranking: Tensor | None, num_rows: int) -> Tensor:

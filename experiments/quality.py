@@ -34,12 +34,14 @@ def quality(cfg: DictConfig, folder: Path) -> float | None:
     use_threads(cfg.num_threads, models.target)
     stages, rival = build_stages(cfg), build_stages(changed(cfg, propose=plain(cfg.rival)))
     prompts, builtin = load_prompts(cfg), load_prompts(changed(cfg, data=plain(cfg.builtin)))
+    known = words(cfg)
+    bits = heldout_bits(cfg, models)
     short = changed(cfg, sampling={**plain(cfg.sampling), "max_tokens": cfg.builtin_max_tokens})
     result: dict[str, Any] = {
         "heldout": compare(cfg, models, stages, rival, prompts),
         "builtin": compare(short, models, stages, rival, builtin),
-        "bits_per_byte": heldout_bits(cfg, models),
-        "samples": sampled(cfg, models, prompts, folder),
+        "bits_per_byte": bits,
+        "samples": sampled(cfg, models, prompts, folder, known),
         "dtype": str(models.dtype).removeprefix("torch."),
         "device": str(models.device),
         "num_draft_tokens": stages.num_draft_tokens,
@@ -114,7 +116,16 @@ def heldout_bits(cfg: DictConfig, models: Any) -> float | None:
     )
 
 
-def sampled(cfg: DictConfig, models: Any, prompts: Any, folder: Path) -> dict[str, Any]:
+def words(cfg: DictConfig) -> set[str] | None:
+    """The words of the training text; None where they are not at hand."""
+    if cfg.text.words_path is None:
+        return None
+    return set(Path(cfg.text.words_path).read_text(encoding="utf-8").split())
+
+
+def sampled(
+    cfg: DictConfig, models: Any, prompts: Any, folder: Path, known: set[str] | None = None
+) -> dict[str, Any]:
     """Plainly sampled answers, to each prompt in turn until there are enough: the share of their
     words that the training text has, and of their 8-grams that repeat an earlier one of the same
     answer."""
@@ -137,8 +148,7 @@ def sampled(cfg: DictConfig, models: Any, prompts: Any, folder: Path) -> dict[st
     lines = [f"> {prompt}\n{t}\n" for prompt, t in zip(asked, decoded.texts, strict=True)]
     (folder / "samples.txt").write_text("\n".join(lines), encoding="utf-8")
     share, unknown = None, []
-    if text.words_path is not None:
-        known = set(Path(text.words_path).read_text(encoding="utf-8").split())
+    if known is not None:
         share, unknown = known_words(decoded.texts, known)
     found = metrics.summarize(decoded.outputs, 0)
     return {

@@ -13,7 +13,7 @@ from specdec.build import BoundStages, Models
 from specdec.errors import ConfigError
 from specdec.experiments.decoding import decode_prompts
 from specdec.experiments.heads import own_ids
-from specdec.models.batch import Target
+from specdec.models.batch import Draft, Target
 from specdec.models.eagle import make_vocab_map
 from specdec.prompts import PromptSet
 from specdec.training.checkpoint import Progress
@@ -111,14 +111,26 @@ def heldout_rows(cfg: DictConfig, vocab_size: int) -> list[Row]:
 
 
 def draft_rows(
-    cfg: DictConfig, head: DictConfig, target: Target, ranking: Tensor
+    cfg: DictConfig,
+    head: DictConfig,
+    target: Target,
+    ranking: Tensor,
+    start: Draft | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(lm_head rows, d2t, t2d) of the vocabulary that the head is trained over.
 
     All of the target's with `draft.logits_from=shared`; with `target_rows` the first
     `draft.num_draft_rows` ids of the ranking, over which the target's distribution is renormalised;
-    with an own lm_head the first `head.num_rows` likewise.
+    with an own lm_head the first `head.num_rows` likewise. A head to go on from that has a reduced
+    lm_head of its own keeps its ids.
     """
+    if start is not None and head.num_rows is not None:
+        raise ConfigError(
+            f"head.num_rows={head.num_rows} is for a new head, and draft.path={cfg.path} goes on "
+            "from one; leave it null"
+        )
+    if start is not None and start.vocab_map and start.config.axes.logits_from == "shared":
+        return target.lm_head[start.vocab_map.d2t], *start.vocab_map
     if head.num_rows is not None:
         if cfg.logits_from == "target_rows":
             raise ConfigError(

@@ -100,6 +100,8 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "unroll.num_steps": _at_least(1),
     "unroll.num_chunks": _at_least(1),
     "unroll.decay": _POSITIVE,
+    "head.num_layers": _at_least(1),
+    "head.num_rows": _null_or(_at_least(1)),
     "budget.epochs": _null_or(_at_least(1)),
     "budget.max_steps": _null_or(_at_least(1)),
     "budget.max_tokens": _null_or(_at_least(1)),
@@ -128,6 +130,14 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "responses.num_tokens": _null_or(_at_least(1)),
     "responses.max_seconds": _null_or(_POSITIVE),
     "num_processes": _at_least(1),
+    # experiments/quality.py
+    "rival.num_draft_tokens": _at_least(0),
+    "builtin.num_prompts": _null_or(_at_least(1)),
+    "builtin_max_tokens": _at_least(1),
+    "text.num_samples": _at_least(1),
+    "text.temperature": _NOT_NEGATIVE,
+    "text.max_tokens": _at_least(1),
+    "text.heldout_tokens": _null_or(_at_least(1)),
     # experiments/speed.py
     "batch_sizes": (lambda v: len(v) > 0 and min(v) >= 1, "a list of integers of at least 1"),
     "vocab_size": _null_or(_at_least(2)),

@@ -113,6 +113,18 @@ def test_a_saved_head_is_the_one_that_was_trained(family, tmp_path):
         torch.testing.assert_close(again.params["lm_head"], params["lm_head"])
 
 
+def test_a_whole_lm_head_of_its_own_is_trained_further(tmp_path):
+    _, _, _, target = made("qwen3")
+    head = trained_head(target, head_config(target), seed=2)
+    own = (target.lm_head[: target.vocab_size] + 0.5).bfloat16().float()  # as it is stored
+    head.save(tmp_path, {**head.params, "lm_head": own})
+    again = trained_head(target, start=load_draft(tmp_path, target))
+    torch.testing.assert_close(again.params["lm_head"], own)
+    head.save(tmp_path / "shared", head.params)
+    shared = load_draft(tmp_path / "shared", target)
+    assert "lm_head" not in trained_head(target, start=shared).params
+
+
 def test_a_new_eagle3_head_of_rows_begins_as_the_target_s():
     _, _, _, target = made("llama")
     config = head_config(target, "llama_eagle3", aux_layers=(0, 1, 3))
@@ -128,6 +140,8 @@ def test_heads_that_do_not_fit_are_refused():
     target = made("qwen3")[3]
     with pytest.raises(ConfigError, match="made of llama blocks and the target of qwen3"):
         head_config(target, "llama_eagle")
+    with pytest.raises(ConfigError, match=r"head\.aux_layers=\[1, 2\] are of Eagle-3 heads"):
+        head_config(target, aux_layers=(1, 2))
     with pytest.raises(ConfigError, match=r"draft\.family=eagle9 is not one of"):
         head_config(target, "eagle9")
     with pytest.raises(CheckpointError, match="repeat"):

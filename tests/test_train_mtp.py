@@ -17,6 +17,7 @@ from tiny_chat import write_chat_model
 
 from specdec import build
 from specdec.config import register_schemas
+from specdec.errors import ConfigError
 from specdec.models.load import load_draft, load_target
 from specdec.schedule import Request
 from specdec.training.data import Sample, response, write_dataset
@@ -169,6 +170,30 @@ def test_a_short_window_is_averaged_over_what_it_holds(train_mtp, tmp_path, mode
     assert [float(row["loss"]) for row in rows] == pytest.approx(means, rel=1e-6)
     pair, _ = run(train_mtp, model, data, tmp_path / "by2", *keywords, *still, "accumulation=2")
     assert float(rows[2]["grad_norm"]) == pytest.approx(float(pair[4]["grad_norm"]), rel=1e-5)
+
+
+def test_a_reduced_lm_head_of_its_own_is_trained_further(train_mtp, tmp_path, model, data):
+    """It keeps its ids, whatever the new data would rank first."""
+    new = ["draft.family=llama_eagle3", "head.num_rows=40", "head.aux_layers=[0,1,2]"]
+    few = ["budget.max_steps=2", "eval_every=2", "sampling.max_tokens=4", "data.num_prompts=2"]
+    run(train_mtp, model, data, tmp_path / "first", *few, *new)
+    other = tmp_path / "other"
+    write_dataset(other, equal_samples(10, 12, seed=9), vocab_size=101, meta={})
+    head = tmp_path / "first" / "head"
+    run(train_mtp, model, other, tmp_path / "second", *few, f"draft.path={head}")
+    target = load_target(model, device="cpu", dtype=torch.float32)
+    before, after = (load_draft(path, target) for path in (head, tmp_path / "second" / "head"))
+    assert torch.equal(after.vocab_map.d2t, before.vocab_map.d2t)
+    unit = torch.eye(target.embed.shape[1])
+    assert not torch.equal(after.logits(unit, 0), before.logits(unit, 0))
+    with pytest.raises(ConfigError, match=r"head\.num_rows=40 is for a new head"):
+        run(train_mtp, model, other, tmp_path / "third", f"draft.path={head}", "head.num_rows=40")
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(train_mtp, tmp_path, model, data):
+    overrides = ["budget.max_steps=4", "optimizer.lr=1e30"]
+    with pytest.raises(ConfigError, match=r"the loss is nan at step \d; lower optimizer\.lr"):
+        run(train_mtp, model, data, tmp_path / "run", *overrides)
 
 
 def test_masked_data_ends_before_the_first_step(tmp_path, model):
