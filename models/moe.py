@@ -203,7 +203,8 @@ def _form(experts: Experts, routing: Routing) -> str:
         captured = fits and weight.dtype == torch.bfloat16
         pairs = routing.experts.numel()
         few = pairs * 3 * hidden * inner * size <= GATHER_BYTES
-        if few or (not captured and torch.cuda.is_current_stream_capturing()):
+        # on kernels a step may be captured, and what runs before the capture must be the same
+        if few or (not captured and (uses_triton() or torch.cuda.is_current_stream_capturing())):
             return "gather"
     return "grouped" if fits else "loop"
 

@@ -36,7 +36,8 @@ def graphed(
             fn(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # other threads of the process may use the device meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = fn(*inputs)
 
     def replay(*args: Tensor) -> Tensor:

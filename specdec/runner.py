@@ -102,13 +102,14 @@ class Runner:
         """Capture the graphs of every padded shape, the largest first.
 
         Args:
-            kinds: that steps will have; None: greedy and sampled ones, and both with penalties in
-                an engine that counts tokens.
+            kinds: that steps will have; None: greedy, sampled and filtered ones, and all of them
+                with penalties in an engine that counts tokens.
             on_shape: called after each shape.
         """
         if kinds is None:
             penalties = (False, True) if self.state.token_counts.shape[1] else (False,)
-            kinds = [Kind(greedy, penalties=p) for p in penalties for greedy in (True, False)]
+            draws = ((True, False), (False, False), (False, True))  # all_greedy and filters
+            kinds = [Kind(*draw, penalties=p) for p in penalties for draw in draws]
         for plan in plans(self.limits, self.buckets) if self.graphs else ():
             for kind in kinds:
                 example = replace(plan, **kind._asdict())

@@ -106,7 +106,7 @@ def test_warm_up_captures_every_shape(penalties, monkeypatch):
     engine = engine_of(max_num_seqs=4, penalties=penalties)
     before = engine.state.token_ids.clone(), engine.state.num_tokens.clone()
     engine.runner.warm_up(on_shape=lambda: captured.append(1))
-    kinds = 4 if penalties else 2
+    kinds = 6 if penalties else 3
     assert len(captured) == engine.runner.num_shapes == len(engine.runner.steps) / kinds
     assert torch.equal(engine.state.num_tokens, before[1])
     plain = requests([[7, 3, 60], [4] * 20], max_tokens=9)
