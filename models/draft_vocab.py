@@ -113,7 +113,10 @@ def read_target_rows(path: Path) -> Tensor | None:
     tensors = safetensors_file(file)
     if list(tensors) != ["target_rows"]:
         raise CheckpointError(f"{file} must hold one tensor, target_rows, not {sorted(tensors)}")
-    return tensors["target_rows"][1]().to(torch.int64)
+    shape, read = tensors["target_rows"]
+    if len(shape) != 1 or shape[0] == 0:
+        raise CheckpointError(f"{file}: target_rows is {list(shape)}, not a list of ids")
+    return read().to(torch.int64)
 
 
 def save_target_rows(path: str | Path, ranking: Tensor) -> None:

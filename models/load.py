@@ -194,6 +194,11 @@ def load_draft(
         logits_from = "target_rows" if picked else "shared"
         if picked and num_draft_rows is None:
             num_draft_rows = min(AUTO_ROWS, len(ranking))
+    if logits_from == "shared" and num_draft_rows is not None:
+        raise CheckpointError(
+            f"{where}: num_draft_rows={num_draft_rows} are of the target's lm_head, which is not "
+            "reduced here; leave it null, or use logits_from=target_rows"
+        )
     return read_draft(
         checkpoint,
         read_config(where),

@@ -26,6 +26,7 @@ from specdec.models.rope import read_rope, rope_settings
 
 ATTENTION, LINEAR = "full_attention", "linear_attention"
 SPLIT_FAMILIES = ("qwen3_5", "qwen3_5_text")
+ROTARY_SHARE = 0.25  # of a head, where the config names none
 NESTED = "model.language_model."  # Qwen3.5's text model beside a vision tower
 
 
@@ -43,7 +44,10 @@ def qwen3_next_config(config: Mapping[str, Any]) -> Qwen3NextConfig:
     if config.get("attention_bias"):
         raise CheckpointError("attention_bias=true is not supported in this family")
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = ROTARY_SHARE if share is None else share
+    if not 0 < share <= 1:
+        raise CheckpointError(f"partial_rotary_factor={share} must be above 0 and at most 1")
     heads, kv_heads = need("num_attention_heads"), need("num_key_value_heads")
     key_heads, value_heads = need("linear_num_key_heads"), need("linear_num_value_heads")
     for many, few, names in (
@@ -55,6 +59,11 @@ def qwen3_next_config(config: Mapping[str, Any]) -> Qwen3NextConfig:
     head_dim = config.get("head_dim") or need("hidden_size") // heads
     kinds, is_moe = _layer_kinds(config, need("num_hidden_layers"))
     sparse, dense = any(is_moe), not all(is_moe)
+    if sparse and not 0 < need("num_experts_per_tok") <= need("num_experts"):
+        raise CheckpointError(
+            f"num_experts_per_tok={config['num_experts_per_tok']} is not within "
+            f"{config['num_experts']} experts"
+        )
     return Qwen3NextConfig(
         vocab_size=need("vocab_size"),
         hidden_size=need("hidden_size"),

@@ -237,6 +237,9 @@ def test_rows_that_cannot_be_chosen(target, tmp_path):
     refused(folder, target, "increasing ids of the target, one each", **rows)
     save_file({"other": RANKING}, folder / "target_rows.safetensors")
     refused(folder, target, "must hold one tensor, target_rows", **rows)
+    save_target_rows(folder, RANKING[None])
+    refused(folder, target, "target_rows is .1, 8., not a list of ids", **rows)
+    refused(folder, target, "num_draft_rows=3 are of the target's lm_head", num_draft_rows=3)
     with pytest.raises(ConfigError, match="logits_from='elsewhere' is not one of: shared"):
         load_draft(folder, target, logits_from="elsewhere")
 

@@ -200,6 +200,26 @@ def test_the_driver_names_the_stage_that_failed(tmp_path):
         driver.make_pairs(cfg, tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("text.num_samples=0", r"text\.num_samples=0 must be an integer of at least 1"),
+        ("text.temperature=-1", r"text\.temperature=-1\.0 must be"),
+        ("builtin_max_tokens=0", "builtin_max_tokens=0 must be"),
+        ("rival.num_draft_tokens=-1", r"rival\.num_draft_tokens=-1 must be"),
+        ("text.words_path=/no/such/words.txt", "/no/such/words.txt"),
+        ("text.heldout_path=/no/such/data", "/no/such/data is not a data set"),
+    ],
+)
+def test_quality_refuses_before_it_decodes(override, said, tmp_path, monkeypatch):
+    cfg = composed(
+        "quality", tmp_path, *CPU, "target=qwen3_eagle", "draft=qwen3_eagle", override
+    )  # fmt: skip
+    monkeypatch.setattr(judge, "compare", lambda *_: pytest.fail("decoded"))
+    with pytest.raises((ValueError, OSError), match=said):
+        judge.quality(cfg, tmp_path)
+
+
 def test_a_recipe_for_every_stage_of_every_pair(tmp_path):
     """Each composes, and asks for the head that its name says."""
     cfg = composed("pairs", tmp_path)

@@ -70,6 +70,9 @@ def test_wrong_checkpoints_are_named():
         ({"attention_bias": True}, "attention_bias=true"),
         ({"linear_num_key_heads": 3}, "linear_num_value_heads=4 is not a multiple of"),
         ({"num_experts_per_tok": None}, "config.json lacks 'num_experts_per_tok'"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 is not within"),
+        ({"num_experts_per_tok": 99}, "num_experts_per_tok=99 is not within"),
+        ({"rope_parameters": {}, "partial_rotary_factor": 3}, "partial_rotary_factor=3 must be"),
     ):
         tiny.one_line_error(
             lambda c=change: qwen3_next_config({**settings, **c}), CheckpointError, match
