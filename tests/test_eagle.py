@@ -236,5 +236,5 @@ def test_a_draft_reads_the_targets_last_hidden(target):
 
 def test_a_draft_differs_in_width_only_by_error(target, tmp_path):
     folder = tiny.write_draft(tmp_path, target)
-    wide = tiny.tiny_target(hidden_size=36)
+    wide = tiny.tiny_target(hidden_size=40)
     tiny.one_line_error(lambda: load_draft(folder, wide), CheckpointError, "hidden_size=32")
