@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from specdec.build import BoundStages, Models, build_engine, context_length
-from specdec.engine import Engine, Result, generate
+from specdec.engine import Engine
 from specdec.errors import RequestError
+from specdec.generate import Result, generate
 from specdec.metrics import Output
 from specdec.prompts import Prompt, PromptSet, render
 from specdec.runner import Kind

@@ -23,11 +23,12 @@ def main(cfg: DictConfig, folder: Path) -> float:
     import torch
 
     from specdec.build import build_stages, load_models, plain_stages
-    from specdec.engine import Request, generate
     from specdec.experiments.acceptance import load_prompts
     from specdec.experiments.decoding import turn_tasks, warm_engine
     from specdec.experiments.tables import number, print_table
+    from specdec.generate import generate
     from specdec.runtime import device_name, use_threads
+    from specdec.schedule import Request
 
     check_values(cfg)
     stages = {"plain": plain_stages(cfg), "speculative": build_stages(cfg)}

@@ -13,8 +13,8 @@ from tiny import InMemory, Step, make_batch, prefill
 from token_data import row_of_texts
 from torch import Tensor
 
-from specdec.engine import generate
 from specdec.experiments.targets import packed_forward
+from specdec.generate import generate
 from specdec.models.batch import CacheShape, Target
 from specdec.models.parts import shapes_of
 from specdec.propose.ngram import ngram

@@ -14,7 +14,7 @@ from running import requests, tiny_engine
 from tiny import Step, make_batch, new_cache
 from torch import Tensor
 
-from specdec.engine import generate
+from specdec.generate import generate
 from specdec.models.batch import Draft, Target
 from specdec.models.heads import read_draft
 from specdec.models.load import build_target

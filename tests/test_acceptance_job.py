@@ -186,8 +186,8 @@ def test_rows_are_ordered_and_add_up_to_the_summary(conversation):
 
 
 def test_the_second_turn_reads_the_first_answer(conversation, base):
-    from specdec.engine import generate
     from specdec.experiments.decoding import request_seed
+    from specdec.generate import generate
     from specdec.prompts import jsonl, render
     from specdec.schedule import Request
 

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from specdec import build, runtime
 from specdec.config import register_schemas
-from specdec.engine import generate
 from specdec.errors import ConfigError
+from specdec.generate import generate
 from specdec.schedule import Request
 from specdec.verify import rule
 

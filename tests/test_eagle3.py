@@ -11,8 +11,8 @@ import torch
 from running import requests, tiny_engine
 from tiny import Step, make_batch, new_cache
 
-from specdec.engine import generate
 from specdec.errors import CheckpointError, ConfigError
+from specdec.generate import generate
 from specdec.models.eagle3 import aux_layer_ids, eagle3_axes
 from specdec.models.heads import detect_head, read_draft
 from specdec.models.load import load_target

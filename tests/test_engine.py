@@ -10,11 +10,12 @@ from battery import joint_fits, random_chain
 from running import requests, tiny_engine
 from tiny import tiny_draft, tiny_params, tiny_target
 
-from specdec.engine import Request, generate
 from specdec.errors import ConfigError, RequestError
+from specdec.generate import generate
 from specdec.models.batch import Cache, Draft, DraftOutput, Target, TargetOutput, VocabMap
 from specdec.models.llama import llama_target
 from specdec.propose.autoregressive import autoregressive
+from specdec.schedule import Request
 from specdec.verify.delta import delta
 from specdec.verify.gumbel import gumbel
 from specdec.verify.rejection import rejection

@@ -15,9 +15,9 @@ from running import tiny_engine
 from tiny_chat import write_chat_model
 
 from specdec.config import register_schemas
-from specdec.engine import generate
 from specdec.errors import ConfigError, DataError
 from specdec.experiments import generate as script
+from specdec.generate import generate
 from specdec.models.load import load_target
 from specdec.models.tokenizer import load_tokenizer
 from specdec.prompts import Prompt, PromptSet, render

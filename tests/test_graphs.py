@@ -8,8 +8,8 @@ from running import requests, tiny_engine
 from tiny import tiny_draft, tiny_target
 
 from specdec import runner as runner_module
-from specdec.engine import generate
 from specdec.errors import ConfigError
+from specdec.generate import generate
 from specdec.graph import graphed
 from specdec.propose.autoregressive import autoregressive
 from specdec.verify.gumbel import gumbel

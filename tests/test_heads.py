@@ -5,7 +5,7 @@ import pytest
 from head_runs import HEADS
 from running import requests, tiny_engine
 
-from specdec.engine import generate
+from specdec.generate import generate
 from specdec.propose.autoregressive import autoregressive
 
 

@@ -8,7 +8,7 @@ from drafters import adversary, mixed, oracle, scripted
 from running import requests, tiny_engine
 from tiny import tiny_draft, tiny_target
 
-from specdec.engine import generate
+from specdec.generate import generate
 from specdec.propose.autoregressive import autoregressive
 from specdec.propose.ngram import ngram
 from specdec.verify.delta import delta

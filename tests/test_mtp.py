@@ -11,8 +11,8 @@ from head_runs import HEADS
 from running import requests, tiny_engine
 from tiny import Step, make_batch, new_cache
 
-from specdec.engine import generate
 from specdec.errors import CheckpointError
+from specdec.generate import generate
 from specdec.models.eagle import eagle_draft, fuse
 from specdec.models.heads import read_draft
 from specdec.models.layers import map_tree, tree_leaves, unpack

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from specdec import runner as runner_module
-from specdec.engine import generate
+from specdec.generate import generate
 from specdec.propose.autoregressive import autoregressive
 from specdec.propose.ngram import ngram
 from specdec.verify.delta import delta

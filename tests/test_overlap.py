@@ -8,7 +8,7 @@ from running import requests, tiny_engine
 from tiny import tiny_draft, tiny_target
 
 from specdec import runner as runner_module
-from specdec.engine import generate
+from specdec.generate import generate
 from specdec.kernels.runtime import using
 from specdec.padding import buckets, pad, plans
 from specdec.propose.autoregressive import autoregressive

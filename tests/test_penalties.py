@@ -18,12 +18,13 @@ from tiny import tiny_draft, tiny_target
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec import runner as runner_module
-from specdec.engine import Request, generate
 from specdec.errors import ConfigError, RequestError
 from specdec.experiments import acceptance
+from specdec.generate import generate
 from specdec.propose.autoregressive import autoregressive
 from specdec.propose.ngram import ngram
 from specdec.propose.none import none
+from specdec.schedule import Request
 from specdec.values import PENALTIES
 from specdec.verify.delta import delta
 from specdec.verify.gumbel import gumbel

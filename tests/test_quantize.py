@@ -9,9 +9,9 @@ from running import requests, tiny_engine
 from small_shapes import small_shape
 from test_fp8 import quantised as fp8_checkpoints
 
-from specdec.engine import generate
 from specdec.errors import CheckpointError
 from specdec.experiments.random_models import random_target
+from specdec.generate import generate
 from specdec.kernels.fp8_linear.reference import dequantise
 from specdec.kernels.runtime import using
 from specdec.models.layers import linear, tree_leaves

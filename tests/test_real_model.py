@@ -7,12 +7,13 @@ import pytest
 import torch
 from running import tiny_engine
 
-from specdec.engine import Request, generate
+from specdec.generate import generate
 from specdec.models.load import load_draft, load_target, open_checkpoint, read_config
 from specdec.models.tokenizer import load_tokenizer
 from specdec.prompts import builtin, mt_bench, render
 from specdec.propose.autoregressive import autoregressive
 from specdec.propose.none import none
+from specdec.schedule import Request
 
 HEAD = "pretrained/smollm2_135m_eagle"
 NUM_TOKENS = 64

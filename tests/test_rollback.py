@@ -8,7 +8,7 @@ from drafters import adversary, mixed, oracle, scripted
 from running import requests, tiny_engine
 from snapshots import snapshot_target
 
-from specdec.engine import generate
+from specdec.generate import generate
 from specdec.models import deltanet
 from specdec.models.deltanet import DeltaNet
 from specdec.propose.ngram import ngram

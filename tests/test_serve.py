@@ -10,8 +10,9 @@ from running import tiny_engine
 from serving import END, HTTP, MODEL, PROMPT, VOCAB_SIZE, post, scripted_target, serving, until
 from tiny import tiny_draft, tiny_target
 
-from specdec.engine import Request, generate
+from specdec.generate import generate
 from specdec.propose.autoregressive import autoregressive
+from specdec.schedule import Request
 from specdec.verify.greedy import greedy
 
 K = 4

@@ -8,8 +8,8 @@ import torch
 from running import requests, tiny_engine
 from tiny import one_line_error, tiny_draft, tiny_target
 
-from specdec.engine import generate
 from specdec.errors import ConfigError
+from specdec.generate import generate
 from specdec.keys import Keys
 from specdec.propose.autoregressive import autoregressive
 from specdec.state import Drafts

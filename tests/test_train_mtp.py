@@ -219,7 +219,7 @@ def own_text(model: Path, num: int) -> list[Sample]:
     """What the tiny target writes, greedily, after random prompts."""
     from running import tiny_engine
 
-    from specdec.engine import generate
+    from specdec.generate import generate
 
     target = load_target(model, device="cpu", dtype=torch.float32)
     engine = tiny_engine(target, k=0, max_num_batched_tokens=512, max_num_seqs=64)

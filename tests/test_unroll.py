@@ -8,8 +8,9 @@ import torch
 from head_runs import HEADS, load
 from tiny import Step, make_batch, new_cache, prefill, tiny_draft, tiny_target
 
-from specdec.engine import Engine, generate
+from specdec.engine import Engine
 from specdec.experiments.heads import target_output, trained_head
+from specdec.generate import generate
 from specdec.models.axes import FAMILIES
 from specdec.postprocess import postprocess
 from specdec.propose.autoregressive import autoregressive

@@ -10,8 +10,8 @@ import tiny
 import torch
 from running import requests, tiny_engine
 
-from specdec.engine import generate
 from specdec.errors import CheckpointError
+from specdec.generate import generate
 from specdec.models import eagle_checkpoint
 from specdec.models.deepseek_checkpoint import deepseek_config, deepseek_layout
 from specdec.models.load import load_draft, load_target
