@@ -220,9 +220,11 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     if summary["speedup"] is not None:
         rows.append(["plain tokens a second", number(summary["baseline_tokens_per_second"], 1)])
         rows.append(["speedup", number(summary["speedup"], 2)])
-    choices, k = summary["choices"], summary["num_draft_tokens"]
-    title = f"{choices.get('data')}: propose={choices.get('propose')} K={k}"
-    title += f" verify={choices.get('verify')} on {summary['device']} {summary['dtype']}"
+    verify, propose = (
+        summary["config"][stage]["_target_"].rpartition(".")[2] for stage in ("verify", "propose")
+    )
+    title = f"{summary['choices'].get('data')}: propose={propose} K={summary['num_draft_tokens']}"
+    title += f" verify={verify} on {summary['device']} {summary['dtype']}"
     print_table(title, ["", ""], rows)
     print(f"results: {folder}")
 
