@@ -60,7 +60,18 @@ def pad(plan: Plan, limits: Limits, sizes: Buckets) -> Plan:
 def plans(limits: Limits, sizes: Buckets) -> Iterator[Plan]:
     """Padding requests alone, one plan for each shape that `pad` can give; the largest first."""
     width, slot = limits.max_draft_tokens + 1, limits.num_slots - 1
-    nothing = Plan((), (), (), (), (), (), (), limits.max_draft_tokens, True, False)
+    nothing = Plan(
+        admissions=(),
+        slots=(),
+        query_lens=(),
+        num_logits=(),
+        groups=(),
+        new_blocks=(),
+        preempted=(),
+        num_draft_tokens=limits.max_draft_tokens,
+        all_greedy=True,
+        filters=False,
+    )
     for requests in reversed(sizes.mixed_requests):
         for rows in reversed([rows for rows in sizes.mixed_rows if rows > requests]):
             yield mixed(nothing, requests, rows, requests * width, slot)

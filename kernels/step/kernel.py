@@ -156,7 +156,8 @@ def post_update_(
     num_drafts: Tensor,
     output_bin_counts: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.post_update_`; the proposal's tensors may lie at any strides."""
+    """See `reference.post_update_`; the stages' tensors may lie at any strides."""
+    outcome = _dense(outcome)
     (num_requests, width), proposed = outcome.token_ids.shape, drafts.shape[1]
     k = draft_token_ids.shape[1]
     report = outcome.token_ids.new_empty(num_requests, width + 6)
@@ -206,7 +207,8 @@ def prepare_eagle_inputs(
     token_ids: Tensor,
     num_tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.prepare_eagle_inputs`."""
+    """See `reference.prepare_eagle_inputs`; the outcome's tensors may lie at any strides."""
+    outcome = _dense(outcome)
     ids, last = torch.empty_like(positions), torch.empty_like(request_slots)
     tile = _tile(max_query_len)
     launch: Any = draft_programs.eagle_inputs[
@@ -313,6 +315,11 @@ def moved_back(
         num_warps=1 if tile <= 32 else 4,
     )
     return moved, slots, valid, lens
+
+
+def _dense(outcome: Outcome) -> Outcome:
+    """The outcome as kernels read it, whatever postprocess stage it comes from."""
+    return Outcome(**{name: tensor.contiguous() for name, tensor in outcome._asdict().items()})
 
 
 def _tile(max_query_len: int) -> int:

@@ -170,7 +170,8 @@ def test_outcome_is_trimmed_written_and_passed_on(seed, num_requests, k):
     inputs = about | {"positions": step.positions, "max_query_len": int(rows[1].max())}
     inputs |= pick(state, "token_ids num_tokens")
     want = reference.prepare_eagle_inputs(outcome, **inputs)
-    for mine, theirs in zip(kernel.prepare_eagle_inputs(outcome, **inputs), want, strict=True):
+    scattered = reference.Outcome(*map(spread, outcome))
+    for mine, theirs in zip(kernel.prepare_eagle_inputs(scattered, **inputs), want, strict=True):
         assert torch.equal(mine, theirs)
 
     proposed = rng.randint(0, k)
@@ -185,7 +186,7 @@ def test_outcome_is_trimmed_written_and_passed_on(seed, num_requests, k):
         mine = {name: tensor.clone() for name, tensor in pick(state, UPDATE).items()}
         mine["output_bin_counts"] = torch.zeros(len(state["seeds"]), 99, device=device).int()
         proposal = map(spread, args[1:])
-        report = op.post_update_(outcome, *proposal, request_slots=rows[0], **mine)
+        report = op.post_update_(scattered, *proposal, request_slots=rows[0], **mine)
         states.append((report, mine))
     (want_report, theirs), (report, mine) = states
     assert torch.equal(report, want_report)
