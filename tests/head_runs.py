@@ -127,14 +127,14 @@ def head_state(case: Case, seed: int = 1) -> dict[str, Tensor]:
 def load(case: Case, **options: Any) -> Pair:
     """Target and head through the loaders, with the straight-line head of the same tensors.
 
-    Options are `read_draft`'s; `straight` ones go to the reference.
+    Options are `read_draft`'s; `straight` ones go to the reference, `device` to the loaders.
     """
-    straight = options.pop("straight", {})
+    straight, device = options.pop("straight", {}), options.pop("device", "cpu")
     shapes = files.target(case.target)
     target_state = files.random_state(shapes, zero_centred=case.zero_centred)
     state = head_state(case)
     stored = files.checkpoint(target_state | state if case.shares_file else target_state)
-    target = build_target(stored, case.target)
+    target = build_target(stored, case.target, device=device)
     head_file = stored if case.shares_file else files.checkpoint(state)
     draft = read_draft(head_file, case.head, target, **options)
     embed = state.get("embed_tokens.weight", target_state["model.embed_tokens.weight"])
