@@ -22,6 +22,7 @@ DELTA = DeltaNetConfig(
     num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=6, conv_width=4, norm_eps=1e-6
 )
 TEXT = list(range(3, 40))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +56,30 @@ KERNEL_STEPS = [("triton", 5, 4, 0), pytest.param("triton", 25, 2, 1, marks=pyte
 def test_random_steps_equal_one_row_at_a_time(kernels, turns, window, seed):
     """Slots that decode, prefill in chunks of any length, end, start anew and pause, with padding
     rows in between; the caches start full of NaN."""
-    rng, mixer = random.Random(seed), random_mixer(seed)
+    rng, mixer = random.Random(seed), map_tree(lambda t: t.to(DEVICE), random_mixer(seed))
     generator = torch.Generator().manual_seed(seed)
     num_slots = 4
-    states = deltanet.new_states(DELTA, num_slots + 1, "cpu").fill_(float("nan"))
-    stored = deltanet.new_inputs(DELTA, num_slots + 1, window, "cpu", torch.float32)
+    states = deltanet.new_states(DELTA, num_slots + 1, DEVICE).fill_(float("nan"))
+    stored = deltanet.new_inputs(DELTA, num_slots + 1, window, DEVICE, torch.float32)
     stored.fill_(float("nan"))
-    window_start = torch.full((num_slots + 1,), 999)
-    length, snapshots = [0] * num_slots, [empty(DELTA) for _ in range(num_slots)]
+    window_start = torch.full((num_slots + 1,), 999, device=DEVICE)
+    start = tuple(t.to(DEVICE) for t in empty(DELTA))
+    length, snapshots = [0] * num_slots, [start for _ in range(num_slots)]
     for _ in range(turns):
         slots = rng.sample(range(num_slots), rng.randint(1, num_slots))
         steps, rows = [], []
         for slot in slots:
             if rng.random() < 0.15:
-                length[slot], snapshots[slot] = 0, empty(DELTA)
+                length[slot], snapshots[slot] = 0, start
             count = rng.choice([rng.randint(1, window), rng.randint(window + 1, 40)])
             kept = rng.randint(1, count) if count <= window else count
-            inputs = torch.randn(count, DELTA.num_inputs, generator=generator)
+            inputs = torch.randn(count, DELTA.num_inputs, generator=generator).to(DEVICE)
             inputs[kept:] *= 50
             rows.append((inputs, kept))
             steps.append(tiny.Step([0] * count, length[slot], [1] * 1000, slot=slot))
         padding = rng.randint(0, 3)
-        batch = tiny.make_batch(steps, 4, num_padding=padding, short=rng.choice([1, window, 50]))
+        short = rng.choice([1, window, 50])
+        batch = tiny.make_batch(steps, 4, num_padding=padding, short=short, device=DEVICE)
         batch.request_slots[len(steps) :] = num_slots
         step_inputs = torch.cat(
             [x for x, _ in rows] + [torch.full_like(rows[0][0][:1], 9)] * padding
@@ -92,7 +95,7 @@ def test_random_steps_equal_one_row_at_a_time(kernels, turns, window, seed):
                 torch.testing.assert_close(out[first + row], want, rtol=1e-4, atol=1e-4)
             snapshots[slot] = (before, state)
             length[slot] += kept
-            count = torch.tensor([length[slot]]) - window_start[[slot]]
+            count = length[slot] - window_start[[slot]]
             folded, seen = deltanet.fold(mixer, DELTA, states[[slot]], stored[[slot]], count)
             torch.testing.assert_close(folded[0], state, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(seen[0, :, : DELTA.num_channels], before)

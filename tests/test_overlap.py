@@ -111,6 +111,7 @@ def test_a_request_that_ended_unread_commits_nothing():
     assert engine.state.finish_reason[slot] == int(FinishReason.STOP)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("name", "overlap"),
     [

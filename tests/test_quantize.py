@@ -70,8 +70,9 @@ def test_matrices_stack_at_block_borders_only():
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_linear_takes_it(rows, kernels):
     """In two and in three dimensions, few rows and many."""
-    weight = to_fp8(torch.randn(150, 200))
-    x, bias = torch.randn(rows, 2, 200), torch.randn(150)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weight = to_fp8(torch.randn(150, 200, device=device))
+    x, bias = torch.randn(rows, 2, 200, device=device), torch.randn(150, device=device)
     with using(kernels):
         out = linear(x, weight, bias)
     expected = x @ dequantise(*weight).T + bias

@@ -99,8 +99,9 @@ def test_preemption_equals_plain(target):
 
 
 @pytest.mark.slow
+@pytest.mark.interpreter
 def test_kernels_equal_plain(target, plain, texts):
-    """Chunks and windows on the Triton kernels, in the interpreter where there is no GPU."""
+    """Chunks and windows on the Triton kernels."""
     propose, prompts = scripted(texts, 101, mixed), PROMPTS[:2]
     results = run(target, prompts, propose=propose, max_num_batched_tokens=13, kernels="triton")
     assert ids_of(results) == plain[:2]

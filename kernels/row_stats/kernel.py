@@ -24,9 +24,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def owner_of(row, cu_num_logits_ptr, num_requests, REQUESTS: tl.constexpr):
     """The request that owns a logits row; rows past the last belong to the last."""
-    at = tl.arange(0, REQUESTS)
+    TILE: tl.constexpr = 1024 if REQUESTS > 1024 else REQUESTS  # longer ones compile for minutes
+    at = tl.arange(0, TILE)
     ends = tl.load(cu_num_logits_ptr + 1 + at, mask=at < num_requests, other=row + 1)
-    return tl.minimum(tl.sum((ends <= row).to(tl.int64), axis=0), num_requests - 1)
+    owner = tl.sum((ends <= row).to(tl.int64), axis=0)
+    if REQUESTS > TILE:
+        for first in range(TILE, num_requests, TILE):
+            inside = first + at < num_requests
+            ends = tl.load(cu_num_logits_ptr + 1 + first + at, mask=inside, other=row + 1)
+            owner += tl.sum((ends <= row).to(tl.int64), axis=0)
+    return tl.minimum(owner, num_requests - 1)
 
 
 @triton.jit

@@ -51,7 +51,8 @@ def test_compiles_for_sm_90():
     winner = {k: types[k] for k in ("best_ptr", "best_id_ptr", "num_blocks", "greedy_ptr")}
     winner |= {"argmax_ptr": "*i64", "out_ptr": "*i64"}
     compiles = [compiling.Compile(module, "_winner", winner, {"BLOCKS": 32, "OVERLAP": True}, 1)]
-    for requests, mapped, size in ((64, False, 4096), (0, True, 1024), (0, False, 1024)):
+    owned = [(64, False, 4096), (2**18, False, 1024)]
+    for requests, mapped, size in (*owned, (0, True, 1024), (0, False, 1024)):
         constants = {"PURPOSE": 4, "BLOCK": size, "REQUESTS": requests, "MAPPED": mapped}
         constants["OVERLAP"] = True
         compiles.append(compiling.Compile(module, "_block_race", types, constants, size // 512))

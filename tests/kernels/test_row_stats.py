@@ -3,8 +3,11 @@
 import compiling
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from specdec.kernels.row_stats import kernel, reference
+from specdec.sampling import row_requests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(3, 3), (1000, 1000), (1023, 1030), (1024, 1024), (1025, 1056), (2049, 2049)]
@@ -38,6 +41,26 @@ def check(got, expected, valid):
         torch.testing.assert_close(
             got.block_mass[sampled], expected.block_mass[sampled], rtol=1e-5, atol=1e-6
         )
+
+
+@triton.jit
+def _owners(rows_ptr, cu_num_logits_ptr, out_ptr, num_requests, REQUESTS: tl.constexpr):
+    at = tl.program_id(0)
+    row = tl.load(rows_ptr + at)
+    tl.store(out_ptr + at, kernel.owner_of(row, cu_num_logits_ptr, num_requests, REQUESTS))
+
+
+@pytest.mark.parametrize("num_requests", [1, 5, 1024, 1025, 5000])
+def test_owners_of_rows(num_requests):
+    rng = torch.Generator().manual_seed(num_requests)
+    counts = torch.randint(0, 3, (num_requests,), generator=rng)
+    cu_num_logits = torch.cat([torch.zeros(1).long(), counts.cumsum(0)]).to(DEVICE)
+    num_rows = int(cu_num_logits[-1]) + 3  # the last three are padding
+    some = torch.linspace(0, num_rows - 1, 12).long().to(DEVICE)
+    out = torch.full_like(some, -7)
+    size = triton.next_power_of_2(num_requests)
+    _owners[(12,)](some, cu_num_logits, out, num_requests, REQUESTS=size)
+    assert torch.equal(out, row_requests(cu_num_logits, num_rows)[some])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
