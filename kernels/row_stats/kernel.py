@@ -19,13 +19,16 @@ from specdec.kernels.row_stats.reference import RowStats, block_size
 
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
+TILE = tl.constexpr(1024)  # requests looked at at once: many more compile for minutes
 
 
 @triton.jit
 def owner_of(row, cu_num_logits_ptr, num_requests, REQUESTS: tl.constexpr):
     """The request that owns a logits row; rows past the last belong to the last."""
-    TILE: tl.constexpr = 1024 if REQUESTS > 1024 else REQUESTS  # longer ones compile for minutes
-    at = tl.arange(0, TILE)
+    if REQUESTS <= TILE:
+        at = tl.arange(0, REQUESTS)
+    else:
+        at = tl.arange(0, TILE)
     ends = tl.load(cu_num_logits_ptr + 1 + at, mask=at < num_requests, other=row + 1)
     owner = tl.sum((ends <= row).to(tl.int64), axis=0)
     if REQUESTS > TILE:
