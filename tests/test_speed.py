@@ -208,8 +208,12 @@ def test_what_is_refused(override, said, tmp_path, monkeypatch, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_on_a_gpu(temperature, tmp_path, monkeypatch):
-    """From graphs: the parts stamped inside them add up to the step; the profiler sees kernels."""
-    argv = [*MINIATURE, "device=cuda", "dtype=bfloat16", "sampling.max_tokens=120"]
+    """From graphs: the parts stamped inside them add up to the step; the profiler sees kernels.
+
+    Deep, so that the GPU takes longer than the host: gaps between short steps differ by pass.
+    """
+    argv = [*MINIATURE, "device=cuda", "dtype=bfloat16", "sampling.max_tokens=240"]
+    argv += ["shape.num_hidden_layers=32", "shape.hidden_size=512", "draft_shape.hidden_size=512"]
     argv += [f"sampling.temperature={temperature}", f"hydra.run.dir={tmp_path}"]
     assert call(speed.main, argv, monkeypatch) == 0
     for row in json.loads((tmp_path / "speed.json").read_text())["rows"]:

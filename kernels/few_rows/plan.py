@@ -36,11 +36,15 @@ LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
 SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, overlap=False)
 DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
 GATE_UP = Plan(cols=32, step=64, split=1, warps=4, stages=6, late=True)
+# Small products take less time than launches do: most of the weights are held when the rows come.
+SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
     16: (
         (512, 4096, ROUTER),
+        (1024, 1280, SMALL),
+        (1024, 2048, SMALL._replace(split=3)),
         (2048, ANY, None),
         (4096, 4096, SQUARE),
         (4096, 14336, DOWN),
@@ -50,7 +54,12 @@ PRODUCTS: dict[int, Table] = {
     32: ((512, 4096, ROUTER), *OTHERS),
 }
 GATED: dict[int, Table] = {
-    16: ((2048, ANY, None), (14336, 4096, GATE_UP), (ANY, ANY, None)),
+    16: (
+        (1536, 1280, SMALL._replace(held=4)),
+        (2048, ANY, None),
+        (14336, 4096, GATE_UP),
+        (ANY, ANY, None),
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from specdec.kernels.gated_delta.window import delta_window_kernel, plan_windows
 from specdec.kernels.runtime import interpreting
 
 FULL_GPU = 2048  # one-warp programs, two waves of them; wider ones convolve their keys fewer times
-CHUNK = 64  # most rows of a prefill chunk
+CHUNK = 32  # most rows of a prefill chunk; 64 make products whose code reads past shared memory
 
 
 def plan_windows_(
@@ -142,7 +142,7 @@ def _prefill_(
         CHANNELS=min(128, triton.next_power_of_2(channels)),
     )
     num_heads, value_dim = states.shape[1], states.shape[3]
-    block = prefill_block(num_requests * num_heads, value_dim)
+    block = min(64, max(16, triton.next_power_of_2(value_dim)))
     low = inputs.dtype == torch.bfloat16
     launch: Any = delta_prefill_kernel[(num_heads * triton.cdiv(value_dim, block), num_requests)]
     launch(
@@ -164,7 +164,7 @@ def _prefill_(
         PRECISION="ieee",
         SOLVE_PRECISION="tf32x3" if low else "ieee",
         LOOSE_PRECISION="tf32" if low else "ieee",
-        num_warps=8,
+        num_warps=4,
         num_stages=1,
         **shared,
     )
@@ -173,11 +173,6 @@ def _prefill_(
 def window_config(num_states: int, value_dim: int) -> tuple[int, int]:
     """Value dimensions of a program of the window kernel, and its warps."""
     return (8, 1) if num_states * triton.cdiv(value_dim, 8) <= FULL_GPU else (32, 4)
-
-
-def prefill_block(num_states: int, value_dim: int) -> int:
-    """Value dimensions of a program of the prefill kernel."""
-    return 16 if value_dim <= 16 else 32 if num_states <= 64 or value_dim <= 32 else 64
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -92,7 +92,7 @@ def solve_unit_lower(system, right, ROWS: tl.constexpr, PRECISION: tl.constexpr)
     """(1 + system)^-1 right, for a strictly lower triangular `system` [ROWS, ROWS].
 
     With D the blocks of 8 on the diagonal, (1 + D)^-1 = (1 - D)(1 + D^2)(1 + D^4) = B, exactly. The
-    rest is 1 + N with N = B (system - D), whose eighth power is 0 for at most 64 rows: the same
+    rest is 1 + N with N = B (system - D), whose fourth power is 0 for at most 32 rows: the same
     product once more. Powers of blocks this small stay small also where all keys are alike, which
     those of the whole system do not.
     """
@@ -110,9 +110,7 @@ def solve_unit_lower(system, right, ROWS: tl.constexpr, PRECISION: tl.constexpr)
     right += tl.dot(square, right, input_precision=PRECISION)
     right -= tl.dot(blocks, right, input_precision=PRECISION)
     square = tl.dot(rest, rest, input_precision=PRECISION)
-    if ROWS > 32:
-        fourth = tl.dot(square, square, input_precision=PRECISION)
-        right += tl.dot(fourth, right, input_precision=PRECISION)
+    tl.static_assert(ROWS <= 32)
     right += tl.dot(square, right, input_precision=PRECISION)
     right -= tl.dot(rest, right, input_precision=PRECISION)
     return right
