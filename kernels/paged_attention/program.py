@@ -3,6 +3,10 @@
 A tile is up to ROWS lines of one request and one key head, a line being one query row and one of
 the G query heads that share the key head. SPLITS programs share a tile's keys (arXiv 2311.01282,
 section 3), each taking its part of the request's actual length, and the last to finish adds up.
+
+Weights are rounded to the values' type. They are taken from a bound that is a power of two, not
+from the largest score itself, so that they round alike however the keys are cut: a row's output in
+bf16 is then the same beside any other rows but for the order of fp32 sums.
 """
 
 import triton
@@ -242,7 +246,8 @@ def attention_program(
                 bits = ancestors[:, None] >> tl.where(is_node, node, 0)[None, :].to(tl.int64)
                 visible = visible | (is_node[None, :] & ((bits & 1) != 0))
             scores = tl.where(visible & is_key[None, :], scores * scale, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            # a whole power of two: what rounding leaves of a weight does not depend on the cut
+            new_top = tl.maximum(top, tl.ceil(tl.max(scores, axis=1)))
             origin = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(scores - origin[:, None])
             shrink = tl.exp2(top - origin)
