@@ -275,7 +275,8 @@ def test_rounding_does_not_depend_on_the_cut(start):
     """bf16 outputs of other splits and iterations differ in the order of fp32 sums alone."""
     shape = (9, 3, 64, 64)
     given = problem([(4, start)], shape, 16, torch.bfloat16)
-    plan = plan_for(6, 1, 4, 9, 3, 64, start, 2, 132)
+    num_requests = len(given.batch.block_tables)
+    plan = plan_for(len(given.query), num_requests, 4, 9, 3, 64, start, 2, 132)
     cuts = [plan._replace(keys=keys, splits=splits) for keys in (32, 64) for splits in (1, 2, 8)]
     first, *others = (run_kernel(given, plan=cut, max_query_len=4) for cut in cuts)
     for out in others:
