@@ -64,8 +64,8 @@ def plans(limits: Limits, sizes: Buckets) -> Iterator[Plan]:
         admissions=(),
         slots=(),
         query_lens=(),
+        seq_lens=(),
         num_logits=(),
-        groups=(),
         new_blocks=(),
         preempted=(),
         num_draft_tokens=limits.max_draft_tokens,
@@ -81,9 +81,15 @@ def plans(limits: Limits, sizes: Buckets) -> Iterator[Plan]:
 
 def uniform(plan: Plan, num_requests: int, width: int, slot: int) -> Plan:
     """`num_requests` requests of `width` rows, all with logits."""
-    slots = (*plan.slots, *(slot,) * (num_requests - len(plan.slots)))
+    missing = num_requests - len(plan.slots)
     widths = (width,) * num_requests
-    return replace(plan, slots=slots, query_lens=widths, num_logits=widths)
+    return replace(
+        plan,
+        slots=(*plan.slots, *(slot,) * missing),
+        query_lens=widths,
+        seq_lens=(*plan.seq_lens, *(0,) * missing),
+        num_logits=widths,
+    )
 
 
 def mixed(plan: Plan, num_requests: int, num_rows: int, num_logits: int, slot: int) -> Plan:
@@ -95,6 +101,7 @@ def mixed(plan: Plan, num_requests: int, num_rows: int, num_logits: int, slot: i
         plan,
         slots=(*plan.slots, *(slot,) * missing),
         query_lens=(*plan.query_lens, *(1,) * (missing - 1), rows),
+        seq_lens=(*plan.seq_lens, *(0,) * missing),
         num_logits=(*plan.num_logits, *(0,) * (missing - 1), logits),
     )
 

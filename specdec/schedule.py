@@ -14,10 +14,8 @@ import torch
 from specdec.cache import blocks_for
 from specdec.errors import ConfigError
 from specdec.models.batch import CacheShape
+from specdec.rectangles import length_class
 from specdec.state import GREEDY_EPSILON, Admission, Plan
-
-_MAX_PADDING = 2.0  # a group's longest sequence over its shortest
-_MIN_GROUP = 32  # requests below which a group is not worth splitting
 
 
 class Limits(NamedTuple):
@@ -188,15 +186,13 @@ def schedule(
             break
         admissions.append(_admission(sequence, slot))
 
-    scheduled.sort(key=lambda x: (_bucket(x[2]), x[0].num_tokens))
-    query_lens = tuple(rows for _, _, rows in scheduled)
-    seq_lens = tuple(s.num_computed + rows + num_draft_tokens for s, _, rows in scheduled)
+    scheduled.sort(key=lambda x: (length_class(x[2]), x[0].num_tokens))
     return Plan(
         admissions=tuple(admissions),
         slots=tuple(slot for _, slot, _ in scheduled),
-        query_lens=query_lens,
+        query_lens=tuple(rows for _, _, rows in scheduled),
+        seq_lens=tuple(s.num_computed + n + num_draft_tokens for s, _, n in scheduled),
         num_logits=tuple(s.num_drafts + 1 if n == s.num_pending else 0 for s, _, n in scheduled),
-        groups=_groups(query_lens, seq_lens),
         new_blocks=tuple(new_blocks),
         preempted=tuple(sorted(preempted)),
         num_draft_tokens=num_draft_tokens,
@@ -265,22 +261,3 @@ def _admission(sequence: Sequence, slot: int) -> Admission:
         seed=request.seed,
         ignore_eos=request.ignore_eos,
     )
-
-
-def _bucket(rows: int) -> int:
-    """Queries of up to 16 rows share a bucket; longer ones are grouped by powers of two."""
-    return max(4, (rows - 1).bit_length())
-
-
-def _groups(query_lens: Seq[int], seq_lens: Seq[int]) -> tuple[tuple[int, int, int], ...]:
-    """Split the ordered requests where padding to a rectangle would waste more than half."""
-    groups: list[tuple[int, int, int]] = []
-    start = 0
-    for i in range(1, len(query_lens) + 1):
-        ends = i == len(query_lens) or _bucket(query_lens[i]) != _bucket(query_lens[start])
-        if not ends and seq_lens[i] > _MAX_PADDING * seq_lens[start]:
-            ends = i - start >= _MIN_GROUP
-        if ends:
-            groups.append((i - start, max(query_lens[start:i]), max(seq_lens[start:i])))
-            start = i
-    return tuple(groups)

@@ -169,8 +169,8 @@ class Plan:
     admissions: tuple[Admission, ...]
     slots: tuple[int, ...]  # R slots, short queries first
     query_lens: tuple[int, ...]  # rows reserved for each request, an upper bound
+    seq_lens: tuple[int, ...]  # tokens that its rows and then its drafts' see, an upper bound
     num_logits: tuple[int, ...]  # logits rows reserved for each, 0 for a non-final prefill chunk
-    groups: tuple[tuple[int, int, int], ...]  # (requests, longest query, longest sequence) in order
     new_blocks: tuple[tuple[int, int, int], ...]  # (slot, column, block id)
     preempted: tuple[int, ...]  # slots whose request goes back to the queue
     num_draft_tokens: int  # drafts to propose after this step

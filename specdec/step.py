@@ -4,7 +4,6 @@ prepare -> target.forward -> process_logits -> verify -> postprocess -> propose 
 """
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +13,8 @@ from specdec.errors import ConfigError
 from specdec.kernels.runtime import uses_triton
 from specdec.kernels.step import reference
 from specdec.keys import Keys
-from specdec.models.batch import AttentionGroup, Batch, Draft, Target
+from specdec.models.batch import Batch, Draft, Target
+from specdec.rectangles import Rectangle, attention_groups, rectangles
 from specdec.sampling import process_logits
 from specdec.state import (
     Committed,
@@ -52,7 +52,7 @@ class StepShape(NamedTuple):
     num_rows: int
     num_logits: int
     max_query_len: int
-    groups: tuple[tuple[int, int, int], ...]  # as in Plan; none where kernels need no rectangles
+    rectangles: tuple[Rectangle, ...]  # of the torch attention
     num_draft_tokens: int
     all_greedy: bool
     filters: bool
@@ -73,7 +73,7 @@ def step_shape(plan: Plan) -> StepShape:
         num_rows=num_rows,
         num_logits=sum(plan.num_logits),
         max_query_len=longest,
-        groups=() if uses_triton() else plan.groups,
+        rectangles=() if uses_triton() else rectangles(plan.query_lens, plan.seq_lens),
         num_draft_tokens=plan.num_draft_tokens,
         all_greedy=plan.all_greedy,
         filters=plan.filters,
@@ -168,7 +168,9 @@ def prepare(
         cu_num_logits=made.cu_num_logits,
         request_slots=rows[0],
         row_valid=made.row_valid,
-        groups=_groups(shape, rows[1], made, block_size),
+        groups=attention_groups(
+            shape.rectangles, made.query_start, made.positions, made.block_tables, block_size
+        ),
         block_size=block_size,
         max_query_len=shape.max_query_len,
         all_greedy=shape.all_greedy,
@@ -188,30 +190,6 @@ def ops() -> Any:
 
         return kernel
     return reference
-
-
-def _groups(
-    shape: StepShape, query_lens: Tensor, made: reference.StepRows, block_size: int
-) -> tuple[AttentionGroup, ...]:
-    groups = []
-    bounds = [0, *accumulate(size for size, _, _ in shape.groups)]
-    for (_, max_query, max_seq), start, end in zip(shape.groups, bounds, bounds[1:], strict=False):
-        column = torch.arange(max_query, device=query_lens.device)[None, :]
-        column = torch.where(column < query_lens[start:end, None], column, 0)
-        query_index = made.query_start[start:end, None] + column
-        tables = made.block_tables[start:end, : -(-max_seq // block_size)]
-        groups.append(attention_group(query_index, made.positions, tables, block_size))
-    return tuple(groups)
-
-
-def attention_group(
-    query_index: Tensor, positions: Tensor, block_tables: Tensor, block_size: int
-) -> AttentionGroup:
-    """Causal visibility of each query's own sequence; position 0 is always visible, so that padding
-    rows attend to something finite."""
-    key_positions = torch.arange(block_tables.shape[1] * block_size, device=positions.device)
-    mask = key_positions[None, None, :] <= positions[query_index][:, :, None]
-    return AttentionGroup(query_index, block_tables, mask)
 
 
 def draft_dist(state: State, batch: Batch, draft: Draft) -> DraftDist:

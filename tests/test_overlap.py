@@ -153,6 +153,7 @@ def test_plans_are_padded_to_the_next_size():
     assert sum(padded.num_logits) == 4 * len(padded.slots)
     assert set(padded.slots[len(plan.slots) :]) == {20}
     assert min(padded.query_lens) >= 1
+    assert len(padded.seq_lens) == len(padded.slots)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 7])
@@ -163,7 +164,7 @@ def test_every_step_has_a_shape_that_warm_up_captured(max_num_seqs):
 
     def plan(lens, num_logits):
         slots = tuple(range(len(lens)))
-        return Plan((), slots, lens, num_logits, (), (), (), 3, True, False)
+        return Plan((), slots, lens, lens, num_logits, (), (), 3, True, False)
 
     with using("triton"):
         captured = {step_shape(p) for p in plans(limits, sizes)}

@@ -10,8 +10,9 @@ from specdec.kernels.step.reference import DraftRows
 from specdec.keys import Keys
 from specdec.models.batch import Batch, Draft, TargetOutput
 from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
+from specdec.rectangles import attention_group
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
-from specdec.step import Model, attention_group, draft_dist, ops
+from specdec.step import Model, draft_dist, ops
 
 
 @proposer(uses_draft=True)
