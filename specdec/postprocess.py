@@ -14,7 +14,7 @@ def postprocess(state: State, batch: Batch, verification: Verification) -> Commi
     (seed text, section 9.2). A prefill chunk commits nothing, and a request that is not running
     keeps what it has.
     """
-    outcome = ops().trim(
+    return ops().trim(
         verification.token_ids,
         verification.rows,
         verification.num_accepted,
@@ -30,4 +30,3 @@ def postprocess(state: State, batch: Batch, verification: Verification) -> Commi
         num_drafts=state.num_drafts,
         finish_reason=state.finish_reason,
     )
-    return Committed(**outcome._asdict())

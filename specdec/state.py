@@ -1,16 +1,16 @@
 """The records of a step. All are frozen and born complete; a tensor's contents change only in
-`apply_plan_`, `commit_` and named cache writes."""
+`apply_plan_`, `commit_` and named cache writes. `Committed` is the op's that makes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.penalties.reference import reset_counts_
+from specdec.kernels.step.reference import Committed as Committed
 from specdec.models.batch import NULL_BLOCK, VocabMap
 
 PLACEHOLDER_TOKEN_ID = -1  # no draft here; always rejected without a read
@@ -128,19 +128,6 @@ class Verification:
     num_accepted: Tensor  # [R] drafts only, in [0, K]
     num_sampled: Tensor  # [R] num_accepted + 1, or 0
     num_rejected: Tensor  # [R] num_drafts - num_accepted, or 0
-
-
-class Committed(NamedTuple):
-    """What postprocess let stand of a verification: trimmed by EOS, length and errors."""
-
-    token_ids: Tensor  # [R, K + 1] padded with -1
-    num_committed: Tensor  # [R]
-    num_accepted: Tensor  # [R] accepted drafts among the committed tokens
-    num_drafted: Tensor  # [R] drafts that were verified
-    num_tokens: Tensor  # [R] new prompt + output length
-    num_computed_tokens: Tensor  # [R]
-    last_rows: Tensor  # [R] batch row that predicted the last token (or a chunk's last row)
-    finish_reason: Tensor  # [R] FinishReason
 
 
 @dataclass(frozen=True)

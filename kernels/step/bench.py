@@ -67,7 +67,7 @@ def step(device: torch.device, num_requests: int) -> list[Case]:
     trimmed |= given(
         "eos_token_ids ignore_eos max_len num_tokens num_computed_tokens num_drafts finish_reason"
     )
-    outcome = reference.trim(*verified, **trimmed)
+    committed = reference.trim(*verified, **trimmed)
     inputs = about | {"positions": made.positions, "max_query_len": K + 1}
     inputs |= given("token_ids num_tokens")
     drafts = (made.draft_token_ids, made.draft_is_delta, made.num_drafts)
@@ -81,8 +81,8 @@ def step(device: torch.device, num_requests: int) -> list[Case]:
         "prepare_step": ((rows,), plan),
         "get_num_sampled_and_rejected": ((sampled - 1, made.num_drafts, made.cu_num_logits), {}),
         "trim": (verified, trimmed),
-        "post_update_": ((outcome, *drafts), update),
-        "prepare_eagle_inputs": ((outcome,), inputs),
+        "post_update_": ((committed, *drafts), update),
+        "prepare_eagle_inputs": ((committed,), inputs),
         "prepare_eagle_decode": ((last, made.block_tables), chain),
     }
     tables = made.block_tables.nbytes

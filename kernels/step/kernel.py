@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from specdec.kernels.step import draft_programs, programs
-from specdec.kernels.step.reference import DraftRows, Outcome, StepRows
+from specdec.kernels.step.reference import Committed, DraftRows, StepRows
 
 TILE = 128  # rows of a program
 
@@ -109,11 +109,11 @@ def trim(
     num_computed_tokens: Tensor,
     num_drafts: Tensor,
     finish_reason: Tensor,
-) -> Outcome:
+) -> Committed:
     """See `reference.trim`; the verification's tensors may lie at any strides."""
     num_requests, width = token_ids.shape
-    counts = token_ids.new_empty(len(Outcome._fields) - 1, num_requests)
-    out = Outcome(token_ids.new_empty(num_requests, width), *counts)
+    counts = token_ids.new_empty(len(Committed._fields) - 1, num_requests)
+    out = Committed(token_ids.new_empty(num_requests, width), *counts)
     launch: Any = programs.trim[(num_requests,)]
     launch(
         token_ids.contiguous(),
@@ -140,7 +140,7 @@ def trim(
 
 
 def post_update_(
-    outcome: Outcome,
+    committed: Committed,
     drafts: Tensor,
     is_delta: Tensor,
     num_proposed: Tensor,
@@ -157,19 +157,19 @@ def post_update_(
     output_bin_counts: Tensor | None = None,
 ) -> Tensor:
     """See `reference.post_update_`; the stages' tensors may lie at any strides."""
-    outcome = _dense(outcome)
-    (num_requests, width), proposed = outcome.token_ids.shape, drafts.shape[1]
+    committed = _dense(committed)
+    (num_requests, width), proposed = committed.token_ids.shape, drafts.shape[1]
     k = draft_token_ids.shape[1]
-    report = outcome.token_ids.new_empty(num_requests, width + 6)
+    report = committed.token_ids.new_empty(num_requests, width + 6)
     launch: Any = programs.post_update[(num_requests,)]
     launch(
-        outcome.token_ids,
-        outcome.num_committed,
-        outcome.num_accepted,
-        outcome.num_drafted,
-        outcome.num_tokens,
-        outcome.num_computed_tokens,
-        outcome.finish_reason,
+        committed.token_ids,
+        committed.num_committed,
+        committed.num_accepted,
+        committed.num_drafted,
+        committed.num_tokens,
+        committed.num_computed_tokens,
+        committed.finish_reason,
         drafts.contiguous(),
         is_delta.contiguous(),
         num_proposed.contiguous(),
@@ -198,7 +198,7 @@ def post_update_(
 
 
 def prepare_eagle_inputs(
-    outcome: Outcome,
+    committed: Committed,
     *,
     positions: Tensor,
     query_start: Tensor,
@@ -207,16 +207,16 @@ def prepare_eagle_inputs(
     token_ids: Tensor,
     num_tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.prepare_eagle_inputs`; the outcome's tensors may lie at any strides."""
-    outcome = _dense(outcome)
+    """See `reference.prepare_eagle_inputs`; the record's tensors may lie at any strides."""
+    committed = _dense(committed)
     ids, last = torch.empty_like(positions), torch.empty_like(request_slots)
     tile = _tile(max_query_len)
     launch: Any = draft_programs.eagle_inputs[
         (len(request_slots), triton.cdiv(max_query_len, tile))
     ]
     launch(
-        outcome.token_ids,
-        outcome.last_rows,
+        committed.token_ids,
+        committed.last_rows,
         positions,
         query_start,
         request_slots,
@@ -225,7 +225,7 @@ def prepare_eagle_inputs(
         num_tokens,
         ids,
         last,
-        W=outcome.token_ids.shape[1],
+        W=committed.token_ids.shape[1],
         TILE=tile,
         num_warps=1 if tile <= 32 else 4,
     )
@@ -317,9 +317,9 @@ def moved_back(
     return moved, slots, valid, lens
 
 
-def _dense(outcome: Outcome) -> Outcome:
-    """The outcome as kernels read it, whatever postprocess stage it comes from."""
-    return Outcome(**{name: tensor.contiguous() for name, tensor in outcome._asdict().items()})
+def _dense(committed: Committed) -> Committed:
+    """The record as kernels read it, whatever postprocess stage it comes from."""
+    return Committed(**{name: tensor.contiguous() for name, tensor in committed._asdict().items()})
 
 
 def _tile(max_query_len: int) -> int:

@@ -166,7 +166,7 @@ def trim(
     num_computed_ptr,
     num_drafts_ptr,
     finish_reason_ptr,
-    out_token_ids,  # the fields of Outcome
+    out_token_ids,  # the fields of Committed
     out_num_committed,
     out_num_accepted,
     out_num_drafted,
@@ -221,7 +221,7 @@ def trim(
 
 @triton.jit
 def post_update(
-    new_token_ids_ptr,  # [R, W], as all up to new_finish_ptr of the outcome
+    new_token_ids_ptr,  # [R, W], as all up to new_finish_ptr of Committed
     num_committed_ptr,
     num_accepted_ptr,
     num_drafted_ptr,

@@ -40,17 +40,17 @@ class StepRows(NamedTuple):
     seeds: Tensor  # [R]
 
 
-class Outcome(NamedTuple):
-    """A verification trimmed by end-of-sequence, length and errors; fields as in `Committed`."""
+class Committed(NamedTuple):
+    """What stands of a verification, trimmed by end-of-sequence, length and errors; all int64."""
 
-    token_ids: Tensor  # [R, W] padded with PLACEHOLDER
+    token_ids: Tensor  # [R, W] padded with PLACEHOLDER; W = K + 1
     num_committed: Tensor  # [R]
-    num_accepted: Tensor  # [R]
-    num_drafted: Tensor  # [R]
-    num_tokens: Tensor  # [R]
+    num_accepted: Tensor  # [R] accepted drafts among the committed tokens
+    num_drafted: Tensor  # [R] drafts that were verified
+    num_tokens: Tensor  # [R] new prompt + output length
     num_computed_tokens: Tensor  # [R]
-    last_rows: Tensor  # [R]
-    finish_reason: Tensor  # [R]
+    last_rows: Tensor  # [R] batch row that predicted the last token (or a chunk's last row)
+    finish_reason: Tensor  # [R] RUNNING, STOP, LENGTH or ERROR; as it was where nothing was decided
 
 
 class DraftRows(NamedTuple):
@@ -166,7 +166,7 @@ def trim(
     num_computed_tokens: Tensor,
     num_drafts: Tensor,
     finish_reason: Tensor,
-) -> Outcome:
+) -> Committed:
     """What stands of verified tokens, and the new counts: see `specdec.postprocess`.
 
     Args:
@@ -175,7 +175,7 @@ def trim(
         request_slots, seq_lens: [R].
         query_start: [R + 1].
         eos_token_ids: [E].
-        ignore_eos: [S]; like all that follow, of the state before the step's outcome.
+        ignore_eos: [S]; like all that follow, of the state before the step's committed.
     """
     width, slots = token_ids.shape[1], request_slots
     running = finish_reason[slots] == RUNNING
@@ -197,7 +197,7 @@ def trim(
     before = num_computed_tokens[slots]
     computed = torch.where(running, seq_lens, before)
     chunk_rows = query_start[:-1] + (computed - before - 1).clamp(min=0)
-    return Outcome(
+    return Committed(
         token_ids=torch.where(index[None, :] < kept[:, None], token_ids, PLACEHOLDER),
         num_committed=kept,
         num_accepted=torch.minimum(num_accepted, kept),
@@ -210,7 +210,7 @@ def trim(
 
 
 def post_update_(
-    outcome: Outcome,
+    committed: Committed,
     drafts: Tensor,
     is_delta: Tensor,
     num_proposed: Tensor,
@@ -238,25 +238,25 @@ def post_update_(
             committed token is added.
 
     Returns:
-        [R, W + 6] int64 for the host: the outcome's token ids, then num_committed, num_accepted,
+        [R, W + 6] int64 for the host: the committed token ids, then num_committed, num_accepted,
         num_drafted, num_computed_tokens, finish_reason and the drafts now pending.
     """
     slots, proposed, k = request_slots, drafts.shape[1], draft_token_ids.shape[1]
-    width = outcome.token_ids.shape[1]
-    kept = outcome.token_ids >= 0
-    before = outcome.num_tokens - outcome.num_committed
+    width = committed.token_ids.shape[1]
+    kept = committed.token_ids >= 0
+    before = committed.num_tokens - committed.num_committed
     column = before[:, None] + torch.arange(width, device=slots.device)
     old = token_ids[slots[:, None], column]
-    token_ids[slots[:, None], column] = torch.where(kept, outcome.token_ids, old)
+    token_ids[slots[:, None], column] = torch.where(kept, committed.token_ids, old)
     if output_bin_counts is not None:
-        place = (slots[:, None].expand_as(kept), outcome.token_ids.clamp(min=0))
+        place = (slots[:, None].expand_as(kept), committed.token_ids.clamp(min=0))
         added = kept.to(output_bin_counts.dtype) * ONE_OUTPUT
         output_bin_counts.index_put_(place, added, accumulate=True)
-    num_tokens[slots] = outcome.num_tokens
-    num_computed_tokens[slots] = outcome.num_computed_tokens
-    finish_reason[slots] = outcome.finish_reason
-    room = max_len[slots] - outcome.num_tokens - 1
-    going = (outcome.num_committed > 0) & (outcome.finish_reason == RUNNING)
+    num_tokens[slots] = committed.num_tokens
+    num_computed_tokens[slots] = committed.num_computed_tokens
+    finish_reason[slots] = committed.finish_reason
+    room = max_len[slots] - committed.num_tokens - 1
+    going = (committed.num_committed > 0) & (committed.finish_reason == RUNNING)
     pending = torch.minimum(num_proposed.clamp(max=proposed), room).clamp(min=0) * going
     padded = F.pad(drafts, (0, k - proposed), value=PLACEHOLDER)
     is_pending = torch.arange(k, device=slots.device)[None, :] < pending[:, None]
@@ -264,18 +264,18 @@ def post_update_(
     draft_is_delta[slots] = F.pad(is_delta, (0, k - proposed), value=True)
     num_drafts[slots] = pending
     counts = (
-        outcome.num_committed,
-        outcome.num_accepted,
-        outcome.num_drafted,
-        outcome.num_computed_tokens,
-        outcome.finish_reason,
+        committed.num_committed,
+        committed.num_accepted,
+        committed.num_drafted,
+        committed.num_computed_tokens,
+        committed.finish_reason,
         pending,
     )
-    return torch.cat([outcome.token_ids, torch.stack(counts, dim=1)], dim=1)
+    return torch.cat([committed.token_ids, torch.stack(counts, dim=1)], dim=1)
 
 
 def prepare_eagle_inputs(
-    outcome: Outcome,
+    committed: Committed,
     *,
     positions: Tensor,
     query_start: Tensor,
@@ -298,7 +298,7 @@ def prepare_eagle_inputs(
         num_tokens: [S], likewise.
 
     Returns:
-        Ids [T], and positions of `outcome.last_rows` [R].
+        Ids [T], and positions of `committed.last_rows` [R].
     """
     lens = query_start.diff()
     numbers = torch.arange(len(lens), device=lens.device)
@@ -306,11 +306,11 @@ def prepare_eagle_inputs(
     slots = request_slots[request]
     following = positions + 1
     index = following - num_tokens[slots]
-    width = outcome.token_ids.shape[1]
-    fresh = outcome.token_ids[request, index.clamp(0, width - 1)].clamp(min=0)
+    width = committed.token_ids.shape[1]
+    fresh = committed.token_ids[request, index.clamp(0, width - 1)].clamp(min=0)
     known = token_ids[slots, following]
     ids = torch.where((index >= 0) & (index < width), fresh, known)
-    return ids, positions[outcome.last_rows]
+    return ids, positions[committed.last_rows]
 
 
 def prepare_eagle_decode(

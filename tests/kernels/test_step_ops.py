@@ -119,7 +119,6 @@ def test_constants_are_those_of_the_records():
     assert (reference.RUNNING, reference.STOP) == (reasons.RUNNING, reasons.STOP)
     assert (reference.LENGTH, reference.ERROR) == (reasons.LENGTH, reasons.ERROR)
     assert reference.NULL_SLOT == records.NULL_BLOCK * 16
-    assert reference.Outcome._fields == records.Committed._fields
 
 
 @pytest.mark.parametrize(("seed", "num_requests", "k"), CASES)
@@ -164,13 +163,13 @@ def test_outcome_is_trimmed_written_and_passed_on(seed, num_requests, k):
     about = {"request_slots": rows[0], "query_start": step.query_start}
     given = verified(rng, state, rows, k)
     trimmed = about | {"seq_lens": step.seq_lens} | pick(state, TRIM)
-    outcome = reference.trim(*given, **trimmed)
-    equal(kernel.trim(*map(spread, given), **trimmed), outcome)
+    committed = reference.trim(*given, **trimmed)
+    equal(kernel.trim(*map(spread, given), **trimmed), committed)
 
     inputs = about | {"positions": step.positions, "max_query_len": int(rows[1].max())}
     inputs |= pick(state, "token_ids num_tokens")
-    want = reference.prepare_eagle_inputs(outcome, **inputs)
-    scattered = reference.Outcome(*map(spread, outcome))
+    want = reference.prepare_eagle_inputs(committed, **inputs)
+    scattered = reference.Committed(*map(spread, committed))
     for mine, theirs in zip(kernel.prepare_eagle_inputs(scattered, **inputs), want, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -178,7 +177,7 @@ def test_outcome_is_trimmed_written_and_passed_on(seed, num_requests, k):
     drafts = torch.randint(0, 99, (rows.shape[1], proposed), device=device)
     is_delta = torch.rand(drafts.shape, device=device) < 0.5
     num_proposed = ints([rng.randint(0, proposed) for _ in range(rows.shape[1])])
-    args = (outcome, drafts, is_delta, num_proposed)
+    args = (committed, drafts, is_delta, num_proposed)
     args = (*args[:2], is_delta.index_fill(0, ints([len(is_delta) - 2]), True), num_proposed)
     args[2][-1] = args[2][-2]  # padding requests write one slot; they all propose the same
     states = []
@@ -192,7 +191,7 @@ def test_outcome_is_trimmed_written_and_passed_on(seed, num_requests, k):
     assert torch.equal(report, want_report)
     for name, tensor in theirs.items():
         assert torch.equal(mine[name], tensor), name
-    assert int(theirs["output_bin_counts"].sum()) == 2 * int(outcome.num_committed.sum())
+    assert int(theirs["output_bin_counts"].sum()) == 2 * int(committed.num_committed.sum())
 
 
 @pytest.mark.parametrize("num_depths", [1, 2, 3])
