@@ -7,13 +7,13 @@ import pytest
 import torch
 from battery import mixed, neutral, ragged_dist
 
+from specdec.kernels.row_stats.reference import row_requests
 from specdec.sampling import (
     make_dist,
     prob_of,
     process_logits,
     race_winners,
     row_distribution,
-    row_requests,
     target_probs,
 )
 from specdec.state import INVALID_TOKEN_ID

@@ -322,11 +322,10 @@ def filtered_rows(
     epsilon: float,
     invalid: int,
 ) -> RowStats:
-    """As `reference.filtered_rows`, in two launches: a read of the logits, and a program a row.
-
-    The other inputs are contiguous.
-    """
+    """As `reference.filtered_rows`, in two launches: a read of the logits, and a program a row."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    temperature, top_k = temperature.contiguous(), top_k.contiguous()
+    top_p, min_p = top_p.contiguous(), min_p.contiguous()
     scanned = scan(logits, temperature, vocab_size, epsilon, chunks=True)
     known: dict[str, Any] = {"vocab_size": vocab_size, "epsilon": epsilon, "invalid": invalid}
     return select(logits, scanned, temperature, top_k, top_p, min_p, **known)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.row_stats.reference import RowStats, row_stats
+from specdec.kernels.row_stats.reference import RowStats, kept_stats
 
 SLACK = 1e-6  # relative: a boundary that real numbers meet exactly is met in fp32 too
 
@@ -32,7 +32,7 @@ def filtered_rows(
     inv_temperature = torch.where(temperature < epsilon, 1.0, 1.0 / temperature)
     scaled = (real - real.amax(-1, keepdim=True)) * inv_temperature[:, None]
     cut = cutoff(scaled, top_k, top_p, min_p)
-    return row_stats(logits, temperature, cutoff=cut, **stats)
+    return kept_stats(logits, temperature, cut, **stats)
 
 
 def cutoff(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels.row_stats.reference import row_requests
+
 IN_PROMPT = 1  # bit 0 of a packed count; the rest, shifted by one, counts outputs
 ONE_OUTPUT = 2  # what one more output adds to it
 
@@ -60,8 +62,7 @@ def apply_penalties_(
         repetition, presence, frequency: [S] fp32; 1, 0 and 0 change nothing.
     """
     rows = torch.arange(logits.shape[0], device=logits.device)
-    owner = torch.searchsorted(cu_num_logits[1:].contiguous(), rows, right=True)
-    owner = owner.clamp(max=slots.shape[0] - 1)
+    owner = row_requests(cu_num_logits, len(rows))
     slot, offset = slots[owner], rows - cu_num_logits[owner]
     prefix, packed = drafts[slot], counts[slot, :vocab_size]
     stands = torch.arange(prefix.shape[1], device=logits.device) < offset[:, None]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.philox.reference import philox, to_exponential
+from specdec.kernels.row_stats.reference import row_requests
 
 
 def race(
@@ -38,8 +39,7 @@ def race(
     rows = torch.arange(logits.shape[0], device=logits.device)
     owner, positions = rows, round_start + offset
     if cu_num_logits is not None:
-        owner = torch.searchsorted(cu_num_logits[1:].contiguous(), rows, right=True)
-        owner = owner.clamp(max=seeds.shape[0] - 1)
+        owner = row_requests(cu_num_logits, len(rows))
         positions = round_start[owner] + rows - cu_num_logits[owner] + offset
     ids = torch.arange(vocab_size, device=logits.device)[None, :] if lanes is None else lanes[None]
     words = torch.stack(philox(seeds[owner, None], ids // 4, positions[:, None], 0, purpose))

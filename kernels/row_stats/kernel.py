@@ -24,7 +24,7 @@ TILE = tl.constexpr(1024)  # requests looked at at once: many more compile for m
 
 @triton.jit
 def owner_of(row, cu_num_logits_ptr, num_requests, REQUESTS: tl.constexpr):
-    """The request that owns a logits row; rows past the last belong to the last."""
+    """`reference.row_requests` of one row."""
     if REQUESTS <= TILE:
         at = tl.arange(0, REQUESTS)
     else:
@@ -225,11 +225,7 @@ def request_rows(
     top_p: Tensor,
     min_p: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sampling parameters [S] of slots as those of logits rows [num_rows], in the same order.
-
-    Args:
-        slots: [R] int64; cu_num_logits: [R + 1] int64, as in `reference.row_stats`.
-    """
+    """As `reference.request_rows`."""
     out, out_k = temperature.new_empty(3, num_rows), top_k.new_empty(num_rows)
     if num_rows:
         launch: Any = _request_rows[(num_rows,)]

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels.row_stats.reference import row_requests
 from specdec.kernels.runtime import uses_triton
 from specdec.keys import Keys, Purpose, target_exponential
-from specdec.sampling import race_winners, row_requests
+from specdec.sampling import race_winners
 from specdec.state import Drafts, TargetDist, Verification
 from specdec.verify import match, nothing, rule
 

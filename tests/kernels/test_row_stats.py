@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.row_stats import kernel, reference
-from specdec.sampling import row_requests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(3, 3), (1000, 1000), (1023, 1030), (1024, 1024), (1025, 1056), (2049, 2049)]
@@ -60,7 +59,7 @@ def test_owners_of_rows(num_requests):
     out = torch.full_like(some, -7)
     size = triton.next_power_of_2(num_requests)
     _owners[(12,)](some, cu_num_logits, out, num_requests, REQUESTS=size)
-    assert torch.equal(out, row_requests(cu_num_logits, num_rows)[some])
+    assert torch.equal(out, reference.row_requests(cu_num_logits, num_rows)[some])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,10 +97,12 @@ def test_parameters_of_requests_become_those_of_rows():
     slots = torch.tensor([5, 0, 2, 1], device=DEVICE)
     floats = torch.rand(3, 6, device=DEVICE)
     top_k = torch.arange(6, device=DEVICE) + 40
-    got = kernel.request_rows(8, slots, cu_num_logits, floats[0], top_k, floats[1], floats[2])
+    parameters = floats[0], top_k, floats[1], floats[2]
     rows = torch.tensor([5, 5, 5, 2, 1, 1, 1, 1], device=DEVICE)
-    for ours, theirs in zip(got, (floats[0], top_k, floats[1], floats[2]), strict=True):
-        assert torch.equal(ours, theirs[rows])
+    for op in (reference, kernel):
+        got = op.request_rows(8, slots, cu_num_logits, *parameters)
+        for ours, theirs in zip(got, parameters, strict=True):
+            assert torch.equal(ours, theirs[rows])
 
 
 def test_no_rows():
