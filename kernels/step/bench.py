@@ -1,8 +1,8 @@
-"""The step's bookkeeping around its models, K = 3: each function, beside the torch ops it was."""
+"""The step's bookkeeping around its target, K = 3: each function, beside the torch ops it was."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,15 @@ from specdec.kernels.bench import Case
 from specdec.kernels.step import kernel, reference
 
 K, LONGEST, BLOCK_SIZE = 3, 512, 16
+PREPARE = (
+    "token_ids num_tokens num_computed_tokens finish_reason draft_token_ids draft_is_delta "
+    "num_drafts seeds block_tables"
+)
+TRIM = "eos_token_ids ignore_eos max_len num_tokens num_computed_tokens num_drafts finish_reason"
+UPDATE = (
+    "token_ids max_len num_tokens num_computed_tokens finish_reason draft_token_ids draft_is_delta "
+    "num_drafts"
+)
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -42,56 +51,56 @@ def new_state(device: torch.device, num_slots: int) -> dict[str, Tensor]:
     }
 
 
-def step(device: torch.device, num_requests: int) -> list[Case]:
+class Example(NamedTuple):
+    """A verify round of some requests, as the step's functions find it."""
+
+    state: dict[str, Tensor]
+    rows: Tensor  # [3, R]
+    plan: dict[str, Any]  # keywords of `prepare_step`
+    made: reference.StepRows
+    verified: tuple[Tensor, ...]  # arguments of `trim`
+    trimmed: dict[str, Any]  # and its keywords
+    committed: reference.Committed
+
+    def given(self, names: str) -> dict[str, Tensor]:
+        return {name: self.state[name] for name in names.split()}
+
+
+def example(device: torch.device, num_requests: int) -> Example:
     state = new_state(device, num_requests + 1)
     slots = torch.randperm(num_requests, device=device)
     width = torch.full_like(slots, K + 1)
     rows = torch.stack((slots, width, width))
-
-    def given(names: str) -> dict[str, Tensor]:
-        return {name: state[name] for name in names.split()}
-
     num_rows = num_requests * (K + 1)
     plan: dict[str, Any] = {"num_rows": num_rows, "num_logits": num_rows, "max_query_len": K + 1}
-    plan |= {"block_size": BLOCK_SIZE}
-    plan |= given(
-        "token_ids num_tokens num_computed_tokens finish_reason draft_token_ids draft_is_delta "
-        "num_drafts seeds block_tables"
-    )
+    plan |= {"block_size": BLOCK_SIZE} | {name: state[name] for name in PREPARE.split()}
     made = reference.prepare_step(rows, **plan)
-    about = {"request_slots": slots, "query_start": made.query_start}
     sampled = torch.randint(1, K + 2, (num_requests,), device=device)
     tokens = torch.randint(0, 30000, (num_requests, K + 1), device=device)
     verified = (tokens, torch.zeros_like(tokens), sampled - 1, sampled)
-    trimmed = about | {"seq_lens": made.seq_lens}
-    trimmed |= given(
-        "eos_token_ids ignore_eos max_len num_tokens num_computed_tokens num_drafts finish_reason"
-    )
+    trimmed = {"request_slots": slots, "query_start": made.query_start, "seq_lens": made.seq_lens}
+    trimmed |= {name: state[name] for name in TRIM.split()}
     committed = reference.trim(*verified, **trimmed)
-    inputs = about | {"positions": made.positions, "max_query_len": K + 1}
-    inputs |= given("token_ids num_tokens")
+    return Example(state, rows, plan, made, verified, trimmed, committed)
+
+
+def step(device: torch.device, num_requests: int) -> list[Case]:
+    given = example(device, num_requests)
+    made, sampled = given.made, given.verified[3]
     drafts = (made.draft_token_ids, made.draft_is_delta, made.num_drafts)
-    update = {"request_slots": slots} | given(
-        "token_ids max_len num_tokens num_computed_tokens finish_reason draft_token_ids "
-        "draft_is_delta num_drafts"
-    )
-    chain = {"num_draft_tokens": K, "num_depths": 1, "block_size": BLOCK_SIZE}
-    last = made.positions[:: K + 1].contiguous()
+    update = {"request_slots": given.rows[0]} | given.given(UPDATE)
     calls: dict[str, tuple[tuple, dict[str, Any]]] = {
-        "prepare_step": ((rows,), plan),
+        "prepare_step": ((given.rows,), given.plan),
         "get_num_sampled_and_rejected": ((sampled - 1, made.num_drafts, made.cu_num_logits), {}),
-        "trim": (verified, trimmed),
-        "post_update_": ((committed, *drafts), update),
-        "prepare_eagle_inputs": ((committed,), inputs),
-        "prepare_eagle_decode": ((last, made.block_tables), chain),
+        "trim": (given.verified, given.trimmed),
+        "post_update_": ((given.committed, *drafts), update),
     }
-    tables = made.block_tables.nbytes
-    num_bytes = {"prepare_step": 2 * tables, "prepare_eagle_decode": 0}
+    num_bytes = {"prepare_step": 2 * made.block_tables.nbytes}
     return [
         Case(
             f"{name}, {num_requests} requests",
             bound(getattr(kernel, name), *call),
-            num_bytes.get(name, 0) + num_rows * 8 * 4,  # about four integers a row
+            num_bytes.get(name, 0) + len(made.positions) * 8 * 4,  # about four integers a row
             bound(getattr(reference, name), *call),
         )
         for name, call in calls.items()

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec.kernels.step import draft_programs, programs
-from specdec.kernels.step.reference import Committed, DraftRows, StepRows
+from specdec.kernels.step import programs
+from specdec.kernels.step.reference import Committed, StepRows
 
 TILE = 128  # rows of a program
 
@@ -53,7 +53,7 @@ def prepare_step(
         num_tokens=ints(num_requests),
         seeds=ints(num_requests),
     )
-    tile = _tile(max_query_len)
+    tile = row_tile(max_query_len)
     launch: Any = programs.prepare_step[(num_requests, triton.cdiv(max_query_len, tile))]
     launch(
         rows,
@@ -157,7 +157,7 @@ def post_update_(
     output_bin_counts: Tensor | None = None,
 ) -> Tensor:
     """See `reference.post_update_`; the stages' tensors may lie at any strides."""
-    committed = _dense(committed)
+    committed = dense(committed)
     (num_requests, width), proposed = committed.token_ids.shape, drafts.shape[1]
     k = draft_token_ids.shape[1]
     report = committed.token_ids.new_empty(num_requests, width + 6)
@@ -197,130 +197,11 @@ def post_update_(
     return report
 
 
-def prepare_eagle_inputs(
-    committed: Committed,
-    *,
-    positions: Tensor,
-    query_start: Tensor,
-    request_slots: Tensor,
-    max_query_len: int,
-    token_ids: Tensor,
-    num_tokens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """See `reference.prepare_eagle_inputs`; the record's tensors may lie at any strides."""
-    committed = _dense(committed)
-    ids, last = torch.empty_like(positions), torch.empty_like(request_slots)
-    tile = _tile(max_query_len)
-    launch: Any = draft_programs.eagle_inputs[
-        (len(request_slots), triton.cdiv(max_query_len, tile))
-    ]
-    launch(
-        committed.token_ids,
-        committed.last_rows,
-        positions,
-        query_start,
-        request_slots,
-        token_ids,
-        token_ids.stride(0),
-        num_tokens,
-        ids,
-        last,
-        W=committed.token_ids.shape[1],
-        TILE=tile,
-        num_warps=1 if tile <= 32 else 4,
-    )
-    return ids, last
-
-
-def prepare_eagle_decode(
-    last: Tensor,
-    block_tables: Tensor,
-    *,
-    num_draft_tokens: int,
-    num_depths: int,
-    block_size: int,
-) -> tuple[DraftRows, ...]:
-    """See `reference.prepare_eagle_decode`; one launch for all steps."""
-    num_requests, num_steps = len(last), num_draft_tokens - 1
-    if num_steps < 1:
-        return ()
-    most = num_requests * min(num_steps, num_depths)
-    aligned = [-(-size // 16) * 16 for size in (most, num_requests + 1)]
-    rows = last.new_empty(2, num_steps, aligned[0])
-    valid = torch.empty((num_steps, aligned[0]), dtype=torch.bool, device=last.device)
-    requests = last.new_empty(4, num_steps, aligned[1])
-    launch: Any = draft_programs.eagle_decode[(triton.cdiv(num_requests + 1, TILE), num_steps)]
-    launch(
-        last,
-        block_tables,
-        block_tables.stride(0),
-        *rows,
-        valid,
-        *requests,
-        aligned[0],
-        aligned[1],
-        num_requests,
-        DEPTHS=num_depths,
-        BLOCK_SIZE=block_size,
-        TILE=TILE,
-    )
-    steps = []
-    for index in range(num_steps):
-        num_rows = num_requests * min(index + 1, num_depths)
-        starts, lens, ends, cu_num_logits = requests[:, index]
-        steps.append(
-            DraftRows(
-                positions=rows[0, index, :num_rows],
-                slot_mapping=rows[1, index, :num_rows],
-                row_valid=valid[index, :num_rows],
-                query_start=starts[: num_requests + 1],
-                seq_lens=lens[:num_requests],
-                logits_indices=ends[:num_requests],
-                cu_num_logits=cu_num_logits[: num_requests + 1],
-            )
-        )
-    return tuple(steps)
-
-
-def moved_back(
-    positions: Tensor,
-    row_valid: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    *,
-    query_start: Tensor,
-    max_query_len: int,
-    depth: int,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.moved_back`."""
-    moved, slots, lens = (torch.empty_like(t) for t in (positions, positions, seq_lens))
-    valid = torch.empty_like(row_valid)
-    tile = _tile(max_query_len)
-    launch: Any = draft_programs.move_back[(len(seq_lens), triton.cdiv(max_query_len, tile))]
-    launch(
-        positions,
-        row_valid,
-        seq_lens,
-        block_tables,
-        block_tables.stride(0),
-        query_start,
-        moved,
-        slots,
-        valid,
-        lens,
-        DEPTH=depth,
-        BLOCK_SIZE=block_size,
-        TILE=tile,
-        num_warps=1 if tile <= 32 else 4,
-    )
-    return moved, slots, valid, lens
-
-
-def _dense(committed: Committed) -> Committed:
+def dense(committed: Committed) -> Committed:
     """The record as kernels read it, whatever postprocess stage it comes from."""
     return Committed(**{name: tensor.contiguous() for name, tensor in committed._asdict().items()})
 
 
-def _tile(max_query_len: int) -> int:
+def row_tile(max_query_len: int) -> int:
+    """Rows of a program where the longest query is known."""
     return min(TILE, max(16, triton.next_power_of_2(max_query_len)))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.runtime import uses_triton
 from specdec.models.batch import Batch
 from specdec.state import PLACEHOLDER_TOKEN_ID, Committed, Drafts, State
-from specdec.step import ops
 
 
 def proposer(*, uses_draft: bool) -> Callable[[Callable], Callable]:
@@ -54,7 +54,7 @@ def next_token_ids(state: State, batch: Batch, committed: Committed) -> tuple[Te
     the end of a non-final prefill chunk it takes the known next prompt token. Rows of rejected
     drafts hold any valid id.
     """
-    return ops().prepare_eagle_inputs(
+    return draft_ops().prepare_eagle_inputs(
         committed,
         positions=batch.positions,
         query_start=batch.query_start,
@@ -63,6 +63,17 @@ def next_token_ids(state: State, batch: Batch, committed: Committed) -> tuple[Te
         token_ids=state.token_ids,
         num_tokens=state.num_tokens,
     )
+
+
+def draft_ops() -> Any:
+    """The functions of `kernels/draft_rows`, on what ops run on here."""
+    if uses_triton():
+        from specdec.kernels.draft_rows import kernel
+
+        return kernel
+    from specdec.kernels.draft_rows import reference
+
+    return reference
 
 
 def row_requests(batch: Batch) -> Tensor:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from specdec.draft_sampling import sample_draft_
-from specdec.kernels.step.reference import DraftRows
+from specdec.kernels.draft_rows.reference import DraftRows
 from specdec.keys import Keys
 from specdec.models.batch import Batch, Draft, TargetOutput
-from specdec.propose import next_token_ids, no_drafts, proposer, row_requests
+from specdec.propose import draft_ops, next_token_ids, no_drafts, proposer, row_requests
 from specdec.rectangles import attention_group
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
-from specdec.step import Model, draft_dist, ops
+from specdec.step import Model, draft_dist
 
 
 @proposer(uses_draft=True)
@@ -60,7 +60,7 @@ def autoregressive(
         temperatures = torch.where(sampled, temperature, temperatures)
     round_keys = Keys(state.seeds[slots], committed.num_tokens)
 
-    steps = ops().prepare_eagle_decode(
+    steps = draft_ops().prepare_eagle_decode(
         positions,
         batch.block_tables,
         num_draft_tokens=num_draft_tokens,
@@ -187,7 +187,7 @@ def _next_batch(batch: Batch, rows: DraftRows) -> Batch:
 
 def _moved_back(batch: Batch, depth: int) -> Batch:
     """The batch with every row `depth` positions earlier; rows before position 0 are invalid."""
-    positions, slot_mapping, valid, seq_lens = ops().moved_back(
+    positions, slot_mapping, valid, seq_lens = draft_ops().moved_back(
         batch.positions,
         batch.row_valid,
         batch.seq_lens,

@@ -1,4 +1,4 @@
-"""The Triton programs behind `kernel` that make a draft head's rows.
+"""The Triton programs behind `kernel`: one a request, or one a tile of its rows or of requests.
 
 All integers are int64 but flags, which are bool.
 """
