@@ -21,7 +21,7 @@ from specdec.kernels.gated_delta.window import delta_window_kernel, plan_windows
 from specdec.kernels.runtime import interpreting
 
 FULL_GPU = 2048  # one-warp programs, two waves of them; wider ones convolve their keys fewer times
-CHUNK = 32  # most rows of a prefill chunk; 64 make products whose code reads past shared memory
+CHUNK = 32  # most rows of a prefill chunk: the products that Triton makes of 64 read out of bounds
 
 
 def plan_windows_(

@@ -96,6 +96,7 @@ def solve_unit_lower(system, right, ROWS: tl.constexpr, PRECISION: tl.constexpr)
     product once more. Powers of blocks this small stay small also where all keys are alike, which
     those of the whole system do not.
     """
+    tl.static_assert(ROWS <= 32, "of more rows the fourth power of N is not 0")
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, ROWS)[None, :]
     within = row // 8 == column // 8
@@ -110,7 +111,6 @@ def solve_unit_lower(system, right, ROWS: tl.constexpr, PRECISION: tl.constexpr)
     right += tl.dot(square, right, input_precision=PRECISION)
     right -= tl.dot(blocks, right, input_precision=PRECISION)
     square = tl.dot(rest, rest, input_precision=PRECISION)
-    tl.static_assert(ROWS <= 32)
     right += tl.dot(square, right, input_precision=PRECISION)
     right -= tl.dot(rest, right, input_precision=PRECISION)
     return right

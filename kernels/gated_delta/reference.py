@@ -124,9 +124,7 @@ def _query(x: Tensor, num_heads: int) -> Tensor:
 class WindowPlan(NamedTuple):
     """What the step's requests do with their slots; shared by all layers of a pass."""
 
-    rows: (
-        Tensor  # [R, 4] int32: real rows, stored rows to fold, rows to keep the state after, fresh
-    )
+    rows: Tensor  # [R, 4] int32: real rows, stored rows to fold, rows before the kept state, fresh
     arrived: Tensor  # [R, Hk] int32, zeros between launches: a kernel's counters
 
 
