@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.models import deltanet, layers
+from specdec.models import delta_windows, deltanet, layers
 from specdec.models.batch import Batch, CacheShape, Target
 from specdec.models.decoder import (
     AttentionFn,
@@ -90,9 +90,9 @@ class RecurrentCache(NamedTuple):
     """Pages of the attention layers, and of each slot what the DeltaNet layers keep.
 
     Layer i's entry of `states` or `stored` is after the tokens before `window_start`, as
-    `deltanet.run_group` leaves it. A slot starts anew at position 0, so there is no way to start
-    one elsewhere: cached prefixes do not serve these models. Padding requests need a slot of their
-    own.
+    `delta_windows.run_group` leaves it. A slot starts anew at position 0, so there is no way to
+    start one elsewhere: cached prefixes do not serve these models. Padding requests need a slot of
+    their own.
     """
 
     keys: tuple[Tensor, ...]  # each [num_blocks, block_size, Hkv, D]
@@ -182,13 +182,13 @@ def mixings(
     if not cache.stored:
         return paged_attentions(config, batch, cache, dtype)
     window = cache.stored[0].shape[1] - (config.delta.conv_width - 1) + 1
-    rows = deltanet.begin_step_(config.delta, batch, cache.window_start, window)
+    rows = delta_windows.begin_step_(config.delta, batch, cache.window_start, window)
     attentions = iter(paged_attentions(config, batch, cache, dtype))
     slots = iter(zip(cache.states, cache.stored, strict=True))
     return [
         next(attentions)
         if is_attention
-        else partial(deltanet.recur_, config.delta, rows, *next(slots))
+        else partial(delta_windows.recur_, config.delta, rows, *next(slots))
         for is_attention in config.is_attention
     ]
 
@@ -209,7 +209,8 @@ def new_cache(
         values=paged.values,
         states=tuple(deltanet.new_states(config.delta, slots, device) for _ in recurrent),
         stored=tuple(
-            deltanet.new_inputs(config.delta, slots, shape.window, device, dtype) for _ in recurrent
+            delta_windows.new_inputs(config.delta, slots, shape.window, device, dtype)
+            for _ in recurrent
         ),
         window_start=torch.zeros(slots, dtype=torch.int64, device=device),
     )

@@ -10,7 +10,7 @@ from snapshots import empty, token
 from tiny_qwen3_next import QWEN3_NEXT_80B
 
 from specdec.kernels.runtime import using
-from specdec.models import deltanet
+from specdec.models import delta_windows, deltanet
 from specdec.models.batch import CacheShape
 from specdec.models.deltanet import DeltaNet, DeltaNetConfig
 from specdec.models.layers import map_tree, tree_leaves
@@ -60,7 +60,7 @@ def test_random_steps_equal_one_row_at_a_time(kernels, turns, window, seed):
     generator = torch.Generator().manual_seed(seed)
     num_slots = 4
     states = deltanet.new_states(DELTA, num_slots + 1, DEVICE).fill_(float("nan"))
-    stored = deltanet.new_inputs(DELTA, num_slots + 1, window, DEVICE, torch.float32)
+    stored = delta_windows.new_inputs(DELTA, num_slots + 1, window, DEVICE, torch.float32)
     stored.fill_(float("nan"))
     window_start = torch.full((num_slots + 1,), 999, device=DEVICE)
     start = tuple(t.to(DEVICE) for t in empty(DELTA))
@@ -85,8 +85,8 @@ def test_random_steps_equal_one_row_at_a_time(kernels, turns, window, seed):
             [x for x, _ in rows] + [torch.full_like(rows[0][0][:1], 9)] * padding
         )
         with using(kernels):
-            plan = deltanet.begin_step_(DELTA, batch, window_start, window)
-            out = deltanet.recur_(DELTA, plan, states, stored, mixer, step_inputs)
+            plan = delta_windows.begin_step_(DELTA, batch, window_start, window)
+            out = delta_windows.recur_(DELTA, plan, states, stored, mixer, step_inputs)
         first = 0
         for slot, (inputs, kept) in zip(slots, rows, strict=True):
             before, state = snapshots[slot]
@@ -96,7 +96,7 @@ def test_random_steps_equal_one_row_at_a_time(kernels, turns, window, seed):
             snapshots[slot] = (before, state)
             length[slot] += kept
             count = length[slot] - window_start[[slot]]
-            folded, seen = deltanet.fold(mixer, DELTA, states[[slot]], stored[[slot]], count)
+            folded, seen = delta_windows.fold(mixer, DELTA, states[[slot]], stored[[slot]], count)
             torch.testing.assert_close(folded[0], state, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(seen[0, :, : DELTA.num_channels], before)
             first += len(inputs)

@@ -9,7 +9,7 @@ from running import requests, tiny_engine
 from snapshots import snapshot_target
 
 from specdec.generate import generate
-from specdec.models import deltanet
+from specdec.models import delta_windows
 from specdec.models.deltanet import DeltaNet
 from specdec.propose.ngram import ngram
 from specdec.schedule import schedule
@@ -148,7 +148,7 @@ def states_of(engine, sequence, layer):
     states, stored = cache.states[layer][slot], cache.stored[layer][slot]
     count = torch.tensor([sequence.num_computed]) - cache.window_start[slot]
     assert 0 <= count.item() <= stored.shape[1] - (config.delta.conv_width - 1)
-    state, before = deltanet.fold(mixers[layer], config.delta, states, stored, count)
+    state, before = delta_windows.fold(mixers[layer], config.delta, states, stored, count)
     return state[0], before[0, :, : config.delta.num_channels]
 
 
