@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.synthetic.reference import Decision
+from specdec.kernels.verification.record import load_drafts, store_record
 
 
 @triton.jit
@@ -32,29 +33,18 @@ def _decide(
     PER_REQUEST: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    first = tl.load(cu_num_logits_ptr + request)
-    own_rows = tl.load(cu_num_logits_ptr + request + 1) - first
-    has_rows = own_rows > 0
-    num_drafts = tl.load(num_drafts_ptr + request)
-    limit = tl.maximum(tl.minimum(num_drafts, own_rows - 1), 0)
+    first, own_rows, ids, num_drafts, limit = load_drafts(
+        request, cu_num_logits_ptr, draft_token_ids_ptr, K, num_drafts_ptr, K, COLUMNS
+    )
     if PER_REQUEST:
         accepted = tl.minimum(limit, tl.load(wanted_ptr + request))
     else:
         accepted = tl.minimum(limit, wanted)
     stop = tl.load(token_ids_ptr + request * (K + 1) + tl.load(num_accepted_ptr + request))
-    index = tl.arange(0, COLUMNS)
-    is_kept = (index < accepted) & (index < K) & has_rows
-    tokens = tl.load(draft_token_ids_ptr + request * K + index, mask=is_kept, other=-1)
-    tokens = tl.where((index == accepted) & has_rows, stop, tokens)
-    line = tl.minimum(first + tl.minimum(index.to(tl.int64), accepted), num_rows - 1)
-    is_column = index <= K
-    out = request * (K + 1) + index
-    tl.store(new_token_ids_ptr + out, tokens, mask=is_column)
-    tl.store(new_rows_ptr + out, tl.load(batch_rows_ptr + line, mask=is_column), mask=is_column)
-    counts = new_counts_ptr + request
-    tl.store(counts, accepted)
-    tl.store(counts + num_requests, tl.where(has_rows, accepted + 1, 0))
-    tl.store(counts + 2 * num_requests, tl.where(has_rows, num_drafts - accepted, 0))
+    store_record(
+        request, first, own_rows, ids, num_drafts, accepted, stop, batch_rows_ptr, num_rows, K,
+        new_token_ids_ptr, new_rows_ptr, new_counts_ptr, num_requests, COLUMNS,
+    )  # fmt: skip
 
 
 def decide(
