@@ -1,5 +1,8 @@
 """The records of a step. All are frozen and born complete; a tensor's contents change only in
-`apply_plan_`, `commit_` and named cache writes. `Committed` is the op's that makes it."""
+`apply_plan_`, `commit_` and named cache writes.
+
+`Verification` and `Committed` are records of the ops that make them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from specdec.kernels.penalties.reference import reset_counts_
 from specdec.kernels.step.reference import Committed as Committed
+from specdec.kernels.verification.reference import Verification as Verification
 from specdec.models.batch import NULL_BLOCK, VocabMap
 
 PLACEHOLDER_TOKEN_ID = -1  # no draft here; always rejected without a read
@@ -117,17 +121,6 @@ class TargetDist:
         from specdec.sampling import target_probs
 
         return target_probs(self, rows)
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What a rule decided. Counts are 0 for a request without logits rows (a prefill chunk)."""
-
-    token_ids: Tensor  # [R, K + 1] accepted drafts, then the recovered or bonus token, then -1
-    rows: Tensor  # [R, K + 1] batch row behind each committed token (the one that predicted it)
-    num_accepted: Tensor  # [R] drafts only, in [0, K]
-    num_sampled: Tensor  # [R] num_accepted + 1, or 0
-    num_rejected: Tensor  # [R] num_drafts - num_accepted, or 0
 
 
 @dataclass(frozen=True)

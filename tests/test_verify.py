@@ -87,7 +87,7 @@ def request_alone(dist, drafts, keys, r):
 
 
 def equal(a: Verification, b: Verification):
-    return all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 SIZES = [(3, 1), (3, 7), (1000, 2), (1023, 3), (1024, 4), (1025, 5), (2500, 6), (49152, 2)]
@@ -133,7 +133,7 @@ def test_any_size_batched_equals_alone(verify, vocab_size, num_drafts):
     for r in range(len(temperature) - 1):
         alone = verify(*request_alone(dist, drafts, keys, r))
         assert all(
-            torch.equal(getattr(alone, name)[0], getattr(out, name)[r]) for name in vars(alone)
+            torch.equal(getattr(alone, name)[0], getattr(out, name)[r]) for name in alone._fields
         )
     empty = verify(*request_alone(dist, drafts, keys, len(temperature) - 1))
     assert empty.token_ids.tolist() == [[-1] * (num_drafts + 1)]

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.synthetic.reference import Decision
 from specdec.kernels.verification.record import load_drafts, store_record
+from specdec.kernels.verification.reference import Verification
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def decide(
     batch_rows: Tensor,
     token_ids: Tensor,
     num_accepted: Tensor,
-) -> Decision:
+) -> Verification:
     """As `reference.decide`."""
     num_requests, columns = token_ids.shape
     new_token_ids, new_rows = torch.empty_like(token_ids), torch.empty_like(token_ids)
@@ -81,4 +81,4 @@ def decide(
         PER_REQUEST=per_request,
         num_warps=1,
     )
-    return Decision(new_token_ids, new_rows, *counts.unbind())
+    return Verification(new_token_ids, new_rows, *counts.unbind())

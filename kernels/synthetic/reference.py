@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-
-class Decision(NamedTuple):
-    """The fields of a `Verification`, in its order."""
-
-    token_ids: Tensor  # [R, K + 1] int64
-    rows: Tensor  # [R, K + 1] int64
-    num_accepted: Tensor  # [R] int64
-    num_sampled: Tensor  # [R] int64
-    num_rejected: Tensor  # [R] int64
+from specdec.kernels.verification.reference import Verification
 
 
 def decide(
@@ -26,7 +16,7 @@ def decide(
     batch_rows: Tensor,
     token_ids: Tensor,
     num_accepted: Tensor,
-) -> Decision:
+) -> Verification:
     """Accept `wanted` drafts of each request, or as many as can stand; the rule's own last token
     ends the round.
 
@@ -49,7 +39,7 @@ def decide(
     kept = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1)
     tokens = torch.where(index < end, kept, torch.where(index == end, stop, -1))
     line = (first[:, None] + torch.minimum(index, end)).clamp(max=len(batch_rows) - 1)
-    return Decision(
+    return Verification(
         token_ids=torch.where(has_rows[:, None], tokens, -1),
         rows=batch_rows[line],
         num_accepted=accepted,

@@ -1,7 +1,7 @@
 """Launches of the verification kernels.
 
 They take the records of `specdec.state` and `specdec.keys` by their fields (`TargetDist`, `Drafts`,
-`DraftDist`, `Keys`) and return the five tensors of a `Verification` in its order.
+`DraftDist`, `Keys`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from specdec.kernels.chain import overlapped
 from specdec.kernels.row_stats.reference import block_size
 from specdec.kernels.verification.kernel import _decide, _draw_residual, _residual_mass
 from specdec.kernels.verification.record import _complete, _match
-
-Outputs = tuple[Tensor, ...]
+from specdec.kernels.verification.reference import Verification
 
 
 class Purposes(NamedTuple):
@@ -38,8 +37,8 @@ class _Record(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         return self.grids[0], self.grids[1], self.counts, self.counts.shape[1]
 
-    def outputs(self) -> Outputs:
-        return *self.grids.unbind(0), *self.counts.unbind(0)
+    def outputs(self) -> Verification:
+        return Verification(*self.grids.unbind(0), *self.counts.unbind(0))
 
 
 def _record(drafts: Any) -> _Record:
@@ -66,7 +65,7 @@ def _drafts(dist: Any, drafts: Any) -> tuple[Any, ...]:
     )
 
 
-def match(dist: Any, drafts: Any, token_ids: Tensor) -> Outputs:
+def match(dist: Any, drafts: Any, token_ids: Tensor) -> Verification:
     """Accepts drafts while they equal the target's tokens [N]; N > 0."""
     record = _record(drafts)
     launch: Any = _match[(drafts.token_ids.shape[0],)]
@@ -81,7 +80,7 @@ def match(dist: Any, drafts: Any, token_ids: Tensor) -> Outputs:
     return record.outputs()
 
 
-def complete(dist: Any, drafts: Any, num_accepted: Tensor, stop_token: Tensor) -> Outputs:
+def complete(dist: Any, drafts: Any, num_accepted: Tensor, stop_token: Tensor) -> Verification:
     """The record of a decision [R] that was made elsewhere; N > 0."""
     record = _record(drafts)
     launch: Any = _complete[(drafts.token_ids.shape[0],)]
@@ -97,7 +96,7 @@ def complete(dist: Any, drafts: Any, num_accepted: Tensor, stop_token: Tensor) -
     return record.outputs()
 
 
-def rejection(dist: Any, drafts: Any, keys: Any, purposes: Purposes) -> Outputs:
+def rejection(dist: Any, drafts: Any, keys: Any, purposes: Purposes) -> Verification:
     """Rejection sampling in one launch, or in three where drafts have a q; N > 0.
 
     `dist.block_mass` is set, and rows of its logits are contiguous.

@@ -87,7 +87,7 @@ def match(dist: TargetDist, drafts: Drafts, token_ids: Tensor) -> Verification:
     if uses_triton():
         from specdec.kernels.verification import launch
 
-        return Verification(*launch.match(dist, drafts, token_ids))
+        return launch.match(dist, drafts, token_ids)
     num_drafts = drafts.token_ids.shape[1]
     tokens = token_ids[position_rows(dist, num_drafts + 1)]  # [R, K + 1]
     num_accepted = count_accepted(dist, drafts, drafts.token_ids == tokens[:, :num_drafts])
@@ -106,7 +106,7 @@ def complete(
     if uses_triton():
         from specdec.kernels.verification import launch
 
-        return Verification(*launch.complete(dist, drafts, num_accepted, stop_token))
+        return launch.complete(dist, drafts, num_accepted, stop_token)
     num_columns = drafts.token_ids.shape[1] + 1
     has_rows = dist.cu_num_logits[1:] > dist.cu_num_logits[:-1]
     num_accepted = torch.where(has_rows, num_accepted, 0)

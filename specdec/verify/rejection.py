@@ -40,7 +40,7 @@ def rejection(dist: TargetDist, drafts: Drafts, keys: Keys) -> Verification:
         from specdec.kernels.verification import launch
 
         purposes = launch.Purposes(*map(int, (Purpose.ACCEPT, Purpose.RECOVER, Purpose.BONUS)))
-        return Verification(*launch.rejection(dist, drafts, keys, purposes))
+        return launch.rejection(dist, drafts, keys, purposes)
     num_drafts = drafts.token_ids.shape[1]
     ids, is_delta = drafts.token_ids, drafts.is_delta
     if drafts.q is None or num_drafts == 0:

@@ -52,7 +52,7 @@ def synthetic(
         from specdec.kernels.synthetic.kernel import decide
     else:
         from specdec.kernels.synthetic.reference import decide
-    decision = decide(
+    return decide(
         wanted,
         drafts.token_ids,
         drafts.num_drafts,
@@ -61,7 +61,6 @@ def synthetic(
         verification.token_ids,
         verification.num_accepted,
     )
-    return Verification(*decision)
 
 
 def wanted_accepted(
