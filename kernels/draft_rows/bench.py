@@ -17,7 +17,7 @@ def cases(device: torch.device) -> list[Case]:
     for num_requests in (1, 64):
         given = example(device, num_requests)
         step = given.made
-        inputs = {"positions": step.positions, "query_start": step.query_start}
+        inputs: dict[str, Any] = {"positions": step.positions, "query_start": step.query_start}
         inputs |= {"request_slots": given.rows[0], "max_query_len": K + 1}
         inputs |= given.given("token_ids num_tokens")
         last = step.positions[:: K + 1].contiguous()
