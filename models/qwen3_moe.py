@@ -13,11 +13,12 @@ from specdec.models.decoder import (
     Block,
     DecoderParams,
     decoder_target,
+    new_cache,
     paged_attentions,
 )
 from specdec.models.layers import Rotary
 from specdec.models.moe import Mlp, ObserveFn, SoftmaxMoe, mlp, softmax_moe
-from specdec.models.qwen3 import Qwen3Config, Qwen3Layer, new_cache, pack_layer, qwen3_block
+from specdec.models.qwen3 import Qwen3Config, Qwen3Layer, pack_layer, qwen3_block
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from specdec.models.decoder import (
     decoder_target,
     paged_attentions,
 )
+from specdec.models.decoder import new_cache as new_paged_cache
 from specdec.models.deltanet import DeltaNet, DeltaNetConfig, RecurrenceFn, delta_mixer
 from specdec.models.layers import Rotary, add_rms_norm, linear, pack, rms_norm
 from specdec.models.moe import Experts, Mlp, ObserveFn, mlp, pack_mlp, run_experts, softmax_routing
-from specdec.models.qwen3 import new_cache as new_paged_cache
 from specdec.models.rope import Rope
 
 
