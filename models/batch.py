@@ -8,15 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from specdec.kernels.paged_attention.reference import AttentionGroup as AttentionGroup
+
 NULL_BLOCK = 0  # reserved block: padding rows write here, no request ever owns it
-
-
-class AttentionGroup(NamedTuple):
-    """Requests of similar query length, padded to a rectangle for the torch attention."""
-
-    query_index: Tensor  # [g, q] batch row of each query; padding repeats the request's first row
-    block_tables: Tensor  # [g, m] blocks that cover the longest sequence of the group
-    mask: Tensor  # [g, q, m * block_size] True where a key is visible; never an all-False row
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class AttentionGroup(Protocol):
-    """Requests of similar query length as a rectangle (`specdec.models.batch.AttentionGroup`)."""
+class AttentionGroup(NamedTuple):
+    """Requests of similar query length, padded to a rectangle for the torch attention."""
 
-    @property
-    def query_index(self) -> Tensor: ...  # [g, q] batch rows
-    @property
-    def block_tables(self) -> Tensor: ...  # [g, m]
-    @property
-    def mask(self) -> Tensor: ...  # [g, q, m * block_size] bool
+    query_index: Tensor  # [g, q] batch row of each query; padding repeats the request's first row
+    block_tables: Tensor  # [g, m] blocks that cover the longest sequence of the group
+    mask: Tensor  # [g, q, m * block_size] True where a key is visible; never an all-False row
 
 
 class FoldedGroup(NamedTuple):
