@@ -127,7 +127,8 @@ def trained_head(
 ) -> TrainedHead:
     """A head, new or as `start` left it, its parameters in fp32.
 
-    The target's embedding and lm_head are used and never written.
+    The target's embedding and lm_head are used and never written. An embedding of `start`'s own is
+    used in the target's place, kept as it is and saved with the head.
 
     Args:
         config: of a new head; None: `head_config`'s default.
@@ -136,6 +137,8 @@ def trained_head(
     """
     device, dtype = target.embed.device, target.embed.dtype
     own_head: Tensor | None = None
+    own_embed = own_embedding(start, target)
+    embed = target.embed if own_embed is None else own_embed
     if start is None:
         config = config or head_config(target)
         tree = init_head(
@@ -174,11 +177,13 @@ def trained_head(
             return eagle_block(head, config, embeds, hidden, positions, attention, step, freq)
 
         hidden = features(head, config, out)
-        return unroll(one_pass, target.embed, hidden, row, num_steps, block.attention_scale)
+        return unroll(one_pass, embed, hidden, row, num_steps, block.attention_scale)
 
     @torch.no_grad()
     def draft(values: Mapping[str, Tensor], *, d2t: Tensor | None = None) -> Draft:
-        return eagle_draft(build(values, dtype), config, target, lm_head=lm_head(values), d2t=d2t)
+        built = build(values, dtype)
+        own = {"embed": own_embed, "lm_head": lm_head(values)}
+        return eagle_draft(built, config, target, **own, d2t=d2t)
 
     @torch.no_grad()
     def save(
@@ -193,6 +198,7 @@ def trained_head(
             folder,
             build(values, torch.float32),
             config,
+            embed=own_embed,
             lm_head=own,
             d2t=None if own is None else d2t,
         )
@@ -200,6 +206,13 @@ def trained_head(
             save_target_rows(folder, ranking)
 
     return TrainedHead(config, params, run, lm_head, draft, save)
+
+
+def own_embedding(draft: Draft | None, target: Target) -> Tensor | None:
+    """A head's own table [V, H]; None where it is the target's."""
+    if draft is None or draft.embed is None or torch.equal(draft.embed, target.embed):
+        return None
+    return draft.embed
 
 
 def own_lm_head(draft: Draft, target: Target) -> Tensor | None:

@@ -120,3 +120,4 @@ class Draft(NamedTuple):
     max_position: int
     aux_layers: tuple[int, ...] = ()  # boundaries of the target that `features` reads
     num_depths: int = 1  # layers that take turns: draft step i runs layer i mod num_depths
+    embed: Tensor | None = None  # [V, H] that `forward` takes embeddings from; may be the target's

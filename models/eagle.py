@@ -216,6 +216,7 @@ def eagle_draft(
         max_position=block.max_position,
         aux_layers=config.aux_layers,
         num_depths=len(head.layers) if axes.depth_rule == "cycle" else 1,
+        embed=embed,
     )
 
 
