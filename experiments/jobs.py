@@ -30,9 +30,8 @@ from specdec.checks import (
 )
 from specdec.config import register_schemas
 from specdec.experiments import launching
+from specdec.experiments.launching import STATUS
 from specdec.experiments.loggers import JobInfo
-
-STATUS = "status.json"
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +56,20 @@ class _WithoutHydraLine:
 
 
 def hydra_script(
-    config_name: str, *, record: bool = True
+    config_name: str,
+    *,
+    record: bool = True,
+    arguments: Callable[[list[str]], list[str]] = list,
 ) -> Callable[[Callable[[DictConfig, Path], Any]], Callable[[], None]]:
     """Turn `task(cfg, folder)` into a script's `main()`.
 
     A user's error (a key, a value, a checkpoint, a file) is one line on stderr, any other error its
-    traceback; the exit status is then 1. In a sweep the other jobs still run.
+    traceback; the exit status is then 1. A run that is refused before it wrote anything leaves no
+    folder; in a sweep a refused job keeps its own, and the other jobs still run.
 
     Args:
         record: keep `status.json` and, in a sweep, the combined table.
+        arguments: what Hydra is to read for a command line.
     """
 
     def decorate(task: Callable[[DictConfig, Path], Any]) -> Callable[[], None]:
@@ -82,13 +86,17 @@ def hydra_script(
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach the lines below
             register_schemas()
             launching.started.clear()
+            launching.found.clear()
             script = hydra.main(
                 version_base="1.3", config_path="pkg://specdec.conf", config_name=config_name
             )(job)
             try:
+                sys.argv[1:] = arguments(sys.argv[1:])
                 with contextlib.redirect_stderr(_WithoutHydraLine(sys.stderr)):
                     script()
-            except JobFailed:
+            except JobFailed as failed:
+                if failed.__cause__ is not None and one_line(failed.__cause__) is not None:
+                    _leave_no_trace()
                 sys.exit(1)
             except KeyboardInterrupt:
                 sys.exit(130)
@@ -96,6 +104,7 @@ def hydra_script(
                 line = one_line(error)
                 if line is None:
                     raise
+                _leave_no_trace()
                 print(f"error: {line}", file=sys.stderr)
                 sys.exit(1)
             finally:
@@ -105,6 +114,13 @@ def hydra_script(
         return main
 
     return decorate
+
+
+def _leave_no_trace() -> None:
+    """Undo what Hydra and `run_job` wrote where a task was refused before it wrote anything."""
+    for found in launching.found:
+        if launching.is_as_found(found):
+            launching.put_back(found)
 
 
 def run_job(task: Callable[[DictConfig, Path], Any], cfg: DictConfig) -> Any:

@@ -1,15 +1,18 @@
-"""Where the jobs of a sweep put their files, so that the same sweep run again finds them.
+"""Where the jobs of a sweep put their files, so that the same sweep run again finds them; and how a
+folder was before Hydra wrote to it, so that a refused run can leave it so.
 
-`conf/jobs.yaml` brings both parts into every script's configuration. Importing this module
-registers the resolver, also in the processes that a parallel launcher starts.
+`conf/jobs.yaml` brings the parts into every script's configuration. Importing this module registers
+the resolver, also in the processes that a parallel launcher starts.
 """
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +23,20 @@ from specdec.checks import config_hash, plain
 MAX_NAME = 80  # characters of the readable part
 EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
 
+STATUS = "status.json"
+
+
+class Found(NamedTuple):
+    """A run's or a sweep's folder before Hydra wrote to it."""
+
+    folder: Path
+    made: tuple[Path, ...]  # folders that were not there, the innermost first
+    records: dict[Path, bytes | None]  # what Hydra and a job's record write; None: was not there
+    others: dict[str, int]  # the folder's other entries, and when they changed
+
+
 started: list[Path] = []  # sweep folders of this process's current script
+found: list[Found] = []  # the folders of this process's current script
 
 
 def job_folder(sweep: str, overrides: Sequence[str], fixed: Sequence[str], _root_: Any) -> str:
@@ -69,11 +85,57 @@ def _clean(text: str) -> str:
 OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
-class SweepStart(Callback):
-    """Hydra calls this in the launching process before the first job, whatever the launcher."""
+def look(folder: Path, config: DictConfig) -> Found:
+    """Remember how a folder is that Hydra is about to write to."""
+    names = ["config.yaml", "hydra.yaml", "overrides.yaml"]
+    records = [folder / (config.hydra.output_subdir or ".hydra") / name for name in names]
+    records += [folder / name for name in (f"{config.hydra.job.name}.log", STATUS)]
+    records += [folder / "multirun.yaml"]
+    folders = [records[0].parent, folder, *folder.parents]
+    return Found(
+        folder,
+        tuple(path for path in folders if not path.exists()),
+        {path: path.read_bytes() if path.is_file() else None for path in records},
+        _others(folder, records),
+    )
+
+
+def _others(folder: Path, records: Iterable[Path]) -> dict[str, int]:
+    if not folder.is_dir():
+        return {}
+    own = {path.relative_to(folder).parts[0] for path in records}
+    return {p.name: p.stat().st_mtime_ns for p in folder.iterdir() if p.name not in own}
+
+
+def is_as_found(before: Found) -> bool:
+    """Whether nothing but Hydra and the job's record wrote to the folder."""
+    return _others(before.folder, before.records) == before.others
+
+
+def put_back(before: Found) -> None:
+    """Take away, or write back, what Hydra and the job's record wrote."""
+    for path, content in before.records.items():
+        if content is not None:
+            path.write_bytes(content)
+        else:
+            path.unlink(missing_ok=True)
+    for path in before.made:
+        with contextlib.suppress(OSError):  # not made after all, or another run writes there too
+            path.rmdir()
+
+
+class JobsStart(Callback):
+    """Hydra calls this in the launching process, before it writes anything, whatever launches."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        before = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(config)  # the folder's name may be made of Hydra's values
+        found.append(look(Path(config.hydra.run.dir).absolute(), config))
+        HydraConfig.instance().cfg = before
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         started.append(Path(config.hydra.sweep.dir))
+        found.append(look(Path(config.hydra.sweep.dir).absolute(), config))
         parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         fixed = [o.get_key_element() for o in parsed if not o.is_sweep_override()]
         if fixed:

@@ -1,9 +1,11 @@
-"""What train_mtp.py needs besides its loop: budgets, logs, evaluation."""
+"""What the training scripts need besides their loop: logs, vocabularies, evaluation."""
 
 import csv
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig
 from torch import Tensor
@@ -16,55 +18,8 @@ from specdec.experiments.heads import own_ids
 from specdec.models.batch import Draft, Target
 from specdec.models.eagle import make_vocab_map
 from specdec.prompts import PromptSet
-from specdec.training.checkpoint import Progress
-from specdec.training.data import TokenData, load_dataset
+from specdec.training.data import load_dataset
 from specdec.training.packing import Row, epoch_rows, make_row
-
-FOREVER = 1_000_000  # epochs, where another limit ends the run
-
-
-class Budget(NamedTuple):
-    """Limits of a run; None does not limit."""
-
-    epochs: int
-    max_steps: int | None
-    max_tokens: int | None
-    max_seconds: float | None
-    stop_after_steps: int | None
-
-    @classmethod
-    def of(
-        cls, cfg: DictConfig, data: TokenData, *, row_tokens: int, accumulation: int, seed: int
-    ) -> "Budget":
-        """Epochs become steps: ceil(rows / accumulation) each.
-
-        Raises:
-            ConfigError: nothing ends the run.
-        """
-        limits = [cfg.epochs, cfg.max_steps, cfg.max_tokens, cfg.max_seconds]
-        if all(limit is None for limit in limits):
-            raise ConfigError("nothing ends this run; set budget.max_tokens, max_steps or epochs")
-        steps = cfg.max_steps
-        if cfg.epochs is not None:
-            per_epoch = [
-                -(-len(epoch_rows(data, row_tokens=row_tokens, seed=seed, epoch=e)) // accumulation)
-                for e in range(cfg.epochs)
-            ]
-            steps = min(sum(per_epoch), steps or sum(per_epoch))
-        epochs = FOREVER if cfg.epochs is None else cfg.epochs
-        return cls(epochs, steps, cfg.max_tokens, cfg.max_seconds, cfg.stop_after_steps)
-
-    def share(self, done: Progress) -> float:
-        """Share of the run that is done: of whichever limit is nearest."""
-        pairs = (
-            (done.step, self.max_steps),
-            (done.tokens, self.max_tokens),
-            (done.seconds, self.max_seconds),
-        )
-        return max(value / limit for value, limit in pairs if limit)
-
-    def leaves(self, step: int) -> bool:
-        return self.stop_after_steps is not None and step >= self.stop_after_steps
 
 
 class CsvLog:
@@ -96,6 +51,17 @@ class CsvLog:
             if mode == "w":
                 writer.writeheader()
             writer.writerows(rows)
+
+
+def bring_records(run: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy what an earlier run left, files and folders, to the one in which it goes on."""
+    if run.resolve() == folder.resolve():
+        return
+    for name in names:
+        if (run / name).is_dir():
+            shutil.copytree(run / name, folder / name, dirs_exist_ok=True)
+        elif (run / name).exists():
+            shutil.copyfile(run / name, folder / name)
 
 
 def heldout_rows(cfg: DictConfig, vocab_size: int) -> list[Row]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
+from scripts import call, rows_of
 from small_shapes import HEADS, MORE, small_changes
 from small_text import VOCAB, write_small_data
 from token_data import make_row_of
@@ -113,6 +114,40 @@ def test_resuming_goes_on_as_if_nothing_had_happened(data, tmp_path):
     assert all(b["params"][name].abs().sum() > 0 for name in biases)
     for name in b["params"]:
         torch.testing.assert_close(a["params"][name], b["params"][name], rtol=1e-6, atol=1e-7)
+
+
+def test_the_folder_is_all_that_resuming_needs(data, tmp_path, monkeypatch, capfd):
+    """Alone; with everything repeated and in its own folder, as experiments/pairs.py does it; and
+    never with another shape."""
+    small = [f"++shape.{name}={value}" for name, value in small_changes("llama").items()]
+    argv = [
+        "+experiment=llama_eagle3_target", *small, *CPU, "logger=none", "budget.max_seconds=null",
+        f"tokenizer={data / 'tokenizer'}", f"train_data.paths=[{data / 'train'}]",
+        f"heldout_path={data / 'heldout'}", "train_data.row_tokens=512", "eval_every=3",
+    ]  # fmt: skip
+    limit = ["budget.max_steps=6"]
+    whole, part = ([f"hydra.run.dir={tmp_path / name}"] for name in ("whole", "part"))
+    assert call(script.main, [*argv, *limit, *whole], monkeypatch) == 0
+    assert call(script.main, [*argv, *limit, "budget.stop_after_steps=3", *part], monkeypatch) == 0
+    resume = f"resume={tmp_path / 'part'}"
+    alone = [resume, *limit, f"hydra.run.dir={tmp_path / 'alone'}"]
+    assert call(script.main, alone, monkeypatch) == 0
+    capfd.readouterr()
+    before = (tmp_path / "part" / "status.json").read_bytes()
+    wider = [*argv, *limit, resume, "++shape.intermediate_size=96", *part]
+    assert call(script.main, wider, monkeypatch) == 1
+    assert "shape.intermediate_size=96 was 48 before" in capfd.readouterr().err
+    assert (tmp_path / "part" / "status.json").read_bytes() == before
+    assert call(script.main, [*argv, *limit, resume, *part], monkeypatch) == 0
+    states = {
+        name: torch.load(tmp_path / name / "state.pt", weights_only=True)
+        for name in ("whole", "alone", "part")
+    }
+    for name in ("alone", "part"):
+        for kind in ("params", "average"):
+            for key, value in states["whole"][kind].items():
+                assert torch.equal(states[name][kind][key], value)
+        assert rows_of(tmp_path / name / "eval.csv") == rows_of(tmp_path / "whole" / "eval.csv")
 
 
 def test_a_pair_from_pretraining_to_its_card(train_mtp, data, tmp_path):

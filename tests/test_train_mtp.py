@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
+import token_data
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
@@ -18,6 +20,8 @@ from tiny_chat import write_chat_model
 from specdec import build
 from specdec.config import register_schemas
 from specdec.errors import ConfigError
+from specdec.experiments.heads import target_output, trained_head
+from specdec.models import layers
 from specdec.models.load import load_draft, load_target
 from specdec.schedule import Request
 from specdec.training.data import Sample, response, write_dataset
@@ -190,6 +194,30 @@ def test_a_reduced_lm_head_of_its_own_is_trained_further(train_mtp, tmp_path, mo
         run(train_mtp, model, other, tmp_path / "third", f"draft.path={head}", "head.num_rows=40")
 
 
+def test_an_embedding_of_its_own_is_used_and_kept(train_mtp, tmp_path, model, data):
+    """The head trains on the table that it decodes with, and is saved with it."""
+    target = load_target(model, device="cpu", dtype=torch.float32)
+    table = target.embed.flip(0).bfloat16().float()
+    start = tiny.write_draft(tmp_path / "start", target, embed=table)
+    draft = load_draft(start, target)
+    head = trained_head(target, start=draft)
+    row = token_data.row_of_texts([[5, 9, 3, 7, 4], [8, 6, 4]])
+    own = head.unroll(head.params, target_output(target, row), row, 2)
+    theirs = trained_head(target._replace(embed=table), start=draft._replace(embed=table))
+    assert torch.equal(own, theirs.unroll(head.params, target_output(target, row), row, 2))
+    shared = trained_head(target, start=draft._replace(embed=target.embed))
+    assert not torch.equal(own, shared.unroll(head.params, target_output(target, row), row, 2))
+
+    few = ["budget.max_steps=2", "sampling.max_tokens=4", "data.num_prompts=2", "eval_every=2"]
+    run(train_mtp, model, data, tmp_path / "run", *few, f"draft.path={start}")
+    for name in ("head", "last"):
+        kept = load_draft(tmp_path / "run" / name, target)
+        assert torch.equal(kept.embed, table)
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    assert not torch.equal(state["params"]["fc"], layers.unpack(draft.params.fc))
+    assert not any("embed" in name for name in state["params"])
+
+
 def test_a_loss_that_is_not_a_number_ends_the_run(train_mtp, tmp_path, model, data):
     overrides = ["budget.max_steps=4", "optimizer.lr=1e30"]
     with pytest.raises(ConfigError, match=r"the loss is nan at step \d; lower optimizer\.lr"):
@@ -197,14 +225,14 @@ def test_a_loss_that_is_not_a_number_ends_the_run(train_mtp, tmp_path, model, da
 
 
 def test_masked_data_ends_before_the_first_step(tmp_path, model):
-    """CASES T1: through the command line, one clear line."""
+    """CASES T1: through the command line, one clear line, and no folder is left."""
     write_dataset(
         tmp_path / "masked", [Sample([3, 4, 5], [False] * 3, 0.0)], vocab_size=101, meta={}
     )
     done = subprocess.run(
         [
             sys.executable, "train_mtp.py", f"target.path={model}",
-            f"train_data.paths=[{tmp_path / 'masked'}]", "logger=none",
+            f"train_data.paths=[{tmp_path / 'masked'}]",
             f"hydra.run.dir={tmp_path / 'run'}",
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -212,7 +240,7 @@ def test_masked_data_ends_before_the_first_step(tmp_path, model):
     assert done.returncode == 1
     assert done.stderr.startswith("error: no supervised token in ")
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "run" / "train.csv").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def own_text(model: Path, num: int) -> list[Sample]:

@@ -4,6 +4,7 @@ A data set is a folder with `tokens.npy` (uint16 or uint32), `supervised.npy` (b
 ([n, 2] int64: start and length) and `temperature.npy` ([n] float32), beside `meta.json`.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 from specdec.errors import DataError
 
 FILES = ("tokens", "supervised", "samples", "temperature")
+ENDS = 1 << 16  # ids read at both ends of a file for its fingerprint
 
 
 class Sample(NamedTuple):
@@ -186,6 +188,17 @@ def _count_supervised(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     total = np.concatenate([[0], np.cumsum(arrays["supervised"], dtype=np.int64)])
     starts, lengths = arrays["samples"].T
     return total[starts + lengths] - total[starts]
+
+
+def fingerprint(data: TokenData) -> str:
+    """SHA-256 of where its samples lie and of the ids at both ends of each file: a data set that
+    moved has the same, one that was written anew another."""
+    digest = hashlib.sha256()
+    for array in (data.file, data.starts, data.lengths, data.num_supervised):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    for tokens in data.tokens:
+        digest.update(tokens[:ENDS].tobytes() + tokens[-ENDS:].tobytes())
+    return digest.hexdigest()
 
 
 def repeated_ngram_share(token_ids: Sequence[int], n: int = 8) -> float:

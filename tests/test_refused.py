@@ -1,0 +1,85 @@
+"""A run that is refused before it wrote anything leaves nothing behind."""
+
+import json
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from scripts import call, status_of, tiny_job
+
+from specdec.experiments import acceptance, pretrain
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return [*tiny_job(tmp_path_factory.mktemp("refused")), "logger=none"]
+
+
+def tree(folder):
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("propose.num_draft_tokens=-1", "propose.num_draft_tokens=-1 must be"),
+        ("+typo=3", "unknown key typo"),
+        ("draft.path=/no/such/head", "/no/such/head"),
+        ("hydra.output_subdir=null propose=none verify=greedy sampling.temperature=1", "cannot"),
+    ],
+)
+def test_no_folder_is_left(base, override, said, tmp_path, monkeypatch, capfd):
+    (tmp_path / "runs").mkdir()
+    argv = [*base, *override.split(), f"hydra.run.dir={tmp_path}/runs/one/two"]
+    assert call(acceptance.main, argv, monkeypatch) == 1
+    assert said in capfd.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+    assert not HydraConfig.initialized()
+
+
+def test_the_default_folder_goes_with_its_parents(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(acceptance.main, [*base, "+typo=3"], monkeypatch) == 1
+    assert not list(tmp_path.iterdir())
+    assert call(pretrain.main, ["tokenizer=t", "optimizer.lr=-1"], monkeypatch) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_there_stays_as_it_was(base, tmp_path, monkeypatch):
+    argv = [*base, "data.num_prompts=2", f"hydra.run.dir={tmp_path}/run"]
+    assert call(acceptance.main, argv, monkeypatch) == 0
+    before = tree(tmp_path)
+    assert call(acceptance.main, [*argv, "propose.num_draft_tokens=-1"], monkeypatch) == 1
+    assert tree(tmp_path) == before
+
+
+def test_a_run_that_began_to_write_keeps_its_record(base, tmp_path, monkeypatch, capfd):
+    """Its own error, and a user's error after something was written."""
+
+    def fails(cfg, folder, run_log):
+        (folder / "half").touch()
+        raise FileNotFoundError(2, "No such file", "late")
+
+    monkeypatch.setattr(acceptance, "run", fails)
+    assert call(acceptance.main, [*base, f"hydra.run.dir={tmp_path}/late"], monkeypatch) == 1
+    assert status_of(tmp_path / "late")["error"] == "late: No such file"
+
+    def breaks(cfg, folder, run_log):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(acceptance, "run", breaks)
+    assert call(acceptance.main, [*base, f"hydra.run.dir={tmp_path}/bug"], monkeypatch) == 1
+    assert status_of(tmp_path / "bug")["status"] == "failed"
+    assert "a bug" in (tmp_path / "bug" / "acceptance.log").read_text()
+
+
+def test_a_sweep_keeps_its_refused_jobs_and_no_folder_without_a_job(
+    base, tmp_path, monkeypatch, capfd
+):
+    argv = ["-m", *base, f"hydra.sweep.dir={tmp_path}/grid"]
+    assert call(acceptance.main, [*argv, "verify=rejection,rejecton"], monkeypatch) == 1
+    assert not list(tmp_path.iterdir())
+    swept = [*argv, "propose.num_draft_tokens=-1,-2"]
+    assert call(acceptance.main, swept, monkeypatch) == 1
+    statuses = [json.loads(p.read_text()) for p in tmp_path.rglob("status.json")]
+    assert [status["status"] for status in statuses] == ["failed", "failed"]
+    assert (tmp_path / "grid" / "sweep.csv").exists()

@@ -1,0 +1,255 @@
+"""A run goes on by `resume=RUN` alone, and never under settings that its state does not go with."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scripts import call, rows_of, status_of, summary_of
+from tiny_chat import write_chat_model
+
+from specdec.experiments.resuming import with_overrides_of_run
+from specdec.training import loop
+from specdec.training.data import response, write_dataset
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def train_mtp():
+    spec = importlib.util.spec_from_file_location("train_mtp", ROOT / "train_mtp.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_texts(path, seed=0):
+    rng = np.random.default_rng(seed)
+    texts = [response(ids[:3], ids[3:], 0.0) for ids in rng.integers(3, 101, (10, 12)).tolist()]
+    write_dataset(path, texts, vocab_size=101, meta={})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Overrides of a run of ten steps: two epochs of five rows."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_texts(folder / "data")
+    return [
+        f"target.path={write_chat_model(folder / 'model')}",
+        f"train_data.paths=[{folder / 'data'}]",
+        *("train_data.row_tokens=24", "dtype=float32", "device=cpu", "logger=none"),
+        *("log_every=1", "eval_every=0", "budget.max_tokens=null", "unroll.num_steps=3"),
+        *("budget.epochs=2", "optimizer=muon", "optimizer.lr=0.003", "seed=5"),
+        *("data.num_prompts=2", "sampling.max_tokens=4"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def started(train_mtp, base, tmp_path_factory):
+    """A run that was left after step 6 of 10, and the same one uninterrupted."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        whole = [*base, f"hydra.run.dir={folder / 'whole'}"]
+        assert call(train_mtp.main, whole, patch) == 0
+        part = [*base, "budget.stop_after_steps=6", f"hydra.run.dir={folder / 'part'}"]
+        assert call(train_mtp.main, part, patch) == 0
+    return folder / "part", folder / "whole"
+
+
+@pytest.fixture
+def part(started, tmp_path):
+    """A copy of the run that was left."""
+    return Path(shutil.copytree(started[0], tmp_path / "part"))
+
+
+def state_of(folder):
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def same_weights(a, b):
+    a, b = state_of(a), state_of(b)
+    assert a["progress"]["step"] == b["progress"]["step"]
+    for kind in ("params", "average"):
+        assert all(torch.equal(a[kind][name], b[kind][name]) for name in b[kind])
+
+
+def timeless(path):
+    clocks = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows_of(path)]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_folder_is_all_that_resuming_needs(
+    train_mtp, started, part, in_place, tmp_path, monkeypatch
+):
+    folder = part if in_place else tmp_path / "second"
+    argv = [f"resume={part}", f"hydra.run.dir={folder}"]
+    assert call(train_mtp.main, argv, monkeypatch) == 0
+    whole = started[1]
+    same_weights(folder, whole)
+    assert timeless(folder / "train.csv") == timeless(whole / "train.csv")
+    summary = summary_of(folder)
+    assert summary["finished"]
+    assert summary["steps_in_this_session"] == 4
+    told = {k: v for k, v in summary["config"].items() if k != "resume"}
+    assert told == {k: v for k, v in summary_of(whole)["config"].items() if k != "resume"}
+    # a third session of it needs no more
+    third = [f"resume={folder}", "budget.epochs=3", f"hydra.run.dir={tmp_path / 'third'}"]
+    assert call(train_mtp.main, third, monkeypatch) == 0
+    assert summary_of(tmp_path / "third")["steps"] == 15
+
+
+def test_a_killed_run_goes_on_from_its_last_state(train_mtp, base, started, tmp_path, monkeypatch):
+    folder = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+
+        def dies(average, params, step, decay):
+            if step == 8:
+                raise KeyboardInterrupt
+            update(average, params, step, decay)
+
+        update = loop.update_average_
+        patch.setattr(loop, "update_average_", dies)
+        argv = [*base, "save_every=3", f"hydra.run.dir={folder}"]
+        assert call(train_mtp.main, argv, patch) == 130
+    assert state_of(folder)["progress"]["step"] == 6
+    assert status_of(folder)["status"] == "interrupted"
+    argv = [f"resume={folder}", f"hydra.run.dir={folder}"]
+    assert call(train_mtp.main, argv, monkeypatch) == 0
+    same_weights(folder, started[1])
+    assert timeless(folder / "train.csv") == timeless(started[1] / "train.csv")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lr=0.5", "optimizer.lr=0.5 was 0.003 before, and"),
+        ("optimizer=adamw", "optimizer.adamw was specdec.training.optimizer.muon"),
+        ("unroll.num_steps=2", "unroll.num_steps=2 was 3"),
+        ("lr_schedule=linear", "optimizer.linear was specdec.training.optimizer.cosine"),
+        ("objective.kl=0.5", "objective.kl=0.5 was 1.0"),
+        ("seed=6", "seed=6 was 5"),
+        ("dtype=bfloat16", "dtype=bfloat16 was float32"),
+        ("accumulation=2", "accumulation=2 was 1"),
+        ("draft.family=llama_eagle3", "draft.family=llama_eagle3 was null"),
+    ],
+)
+def test_what_the_state_does_not_go_with_is_refused(
+    train_mtp, part, override, said, monkeypatch, capfd
+):
+    """In the run's own folder, which stays as it was."""
+    before = {p: p.read_bytes() for p in part.rglob("*") if p.is_file()}
+    argv = [f"resume={part}", override, f"hydra.run.dir={part}"]
+    assert call(train_mtp.main, argv, monkeypatch) == 1
+    err = capfd.readouterr().err
+    assert said in err
+    assert "start a new run without resume" in err
+    assert err.count("\n") == 1
+    assert {p: p.read_bytes() for p in part.rglob("*") if p.is_file()} == before
+
+
+def test_without_the_record_of_the_overrides_the_state_still_tells(
+    train_mtp, base, started, part, monkeypatch, capfd
+):
+    shutil.rmtree(part / ".hydra")
+    folder = part.parent / "second"
+    argv = [*base, f"resume={part}", f"hydra.run.dir={folder}"]
+    assert call(train_mtp.main, [*argv, "optimizer.lr=0.01"], monkeypatch) == 1
+    assert "optimizer.lr=0.01 was 0.003" in capfd.readouterr().err
+    assert not folder.exists()
+    assert call(train_mtp.main, argv, monkeypatch) == 0
+    same_weights(folder, started[1])
+
+
+def test_data_is_known_by_its_content(train_mtp, base, started, part, tmp_path, monkeypatch, capfd):
+    """It may have moved; other texts in its place are refused."""
+    data = Path(base[1].removeprefix("train_data.paths=[").removesuffix("]"))
+    shutil.copytree(data, tmp_path / "moved")
+    write_texts(tmp_path / "other", seed=1)
+    argv = [f"resume={part}", f"hydra.run.dir={tmp_path / 'second'}"]
+    other = f"train_data.paths=[{tmp_path / 'other'}]"
+    assert call(train_mtp.main, [*argv, other], monkeypatch) == 1
+    assert "train_data.paths=" in capfd.readouterr().err
+    shutil.move(data, tmp_path / "kept")
+    try:
+        shutil.copytree(tmp_path / "other", data)
+        assert call(train_mtp.main, argv, monkeypatch) == 1
+        assert f"what train_data.paths=['{data}'] names has changed" in capfd.readouterr().err
+    finally:
+        shutil.rmtree(data)
+        shutil.move(tmp_path / "kept", data)
+    moved = f"train_data.paths=[{tmp_path / 'moved'}]"
+    assert call(train_mtp.main, [*argv, moved], monkeypatch) == 0
+    same_weights(tmp_path / "second", started[1])
+
+
+def test_no_state_is_told_before_anything_is_composed(train_mtp, tmp_path, monkeypatch, capfd):
+    argv = [f"resume={tmp_path / 'nothing'}", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert call(train_mtp.main, argv, monkeypatch) == 1
+    assert capfd.readouterr().err == (
+        f"error: resume={tmp_path / 'nothing'} has no state.pt; give the folder of an earlier run\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_best_so_far_is_of_one_development_set(
+    train_mtp, part, changed, tmp_path, monkeypatch, capfd
+):
+    """A best that was reached under other settings is no measure for what comes."""
+    state = state_of(part)
+    state["progress"] |= {"best": 99.0, "best_step": 4, "evaluated_step": 4}
+    state["progress"]["dev"] = {"acceptance_length": 99.0, "acceptance_length_low": 98.0}
+    torch.save(state, part / "state.pt")
+    (part / "head").mkdir()
+    (part / "head" / "old").touch()
+    (part / "eval.csv").write_text("step,tokens,acceptance_length\n4,9,99.0\n")
+    folder = tmp_path / "second"
+    argv = [f"resume={part}", "eval_every=2", f"hydra.run.dir={folder}"]
+    if changed:
+        argv.append("propose.num_draft_tokens=2")
+    assert call(train_mtp.main, argv, monkeypatch) == 0
+    out = capfd.readouterr().out
+    summary = summary_of(folder)
+    line = (
+        "propose.num_draft_tokens=2 was 5 before: heads were judged otherwise, the best is chosen"
+    )
+    assert (line in out) is changed
+    assert (folder / "head" / "config.json").exists() is changed
+    assert (folder / "head" / "old").exists()
+    steps = [row["step"] for row in rows_of(folder / "eval.csv")]
+    if changed:
+        assert 1 <= summary["acceptance_length"] <= 3
+        assert summary["best_step"] in (8, 10)
+        assert steps == ["8", "10"]
+        assert rows_of(folder / "eval_until_6.csv")[0]["acceptance_length"] == "99.0"
+    else:
+        assert summary["acceptance_length"] == 99.0
+        assert summary["acceptance_length_ci95"] == [98.0, None]
+        assert steps == ["4", "8", "10"]
+
+
+def test_overrides_beside_win(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "state.pt").touch()
+    old = [
+        "+experiment=a",
+        "k=1",
+        "budget.stop_after_steps=3",
+        "+verify.x=2",
+        "resume=r",
+        "s='a b'",
+    ]
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(old))
+    run = f"resume={tmp_path}"
+    assert with_overrides_of_run([run]) == ["+experiment=a", "k=1", "+verify.x=2", "s='a b'", run]
+    given = ["-m", run, "experiment=b", "verify.x=3", "hydra.sweep.dir=d"]
+    assert with_overrides_of_run(given) == [
+        *("-m", "k=1", "s='a b'"),
+        *(run, "+experiment=b", "+verify.x=3", "hydra.sweep.dir=d"),
+    ]
+    for plain in (["--help"], ["k=2"], ["resume=null"], ["-m", "resume=a,b"], ["k=[broken", "-x"]):
+        assert with_overrides_of_run(plain) == plain
