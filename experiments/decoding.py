@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -177,8 +178,7 @@ def warm_up(engine: Engine, request: Request) -> None:
     kind = Kind(request.is_greedy, request.has_filters, request.has_penalties)
     engine.runner.warm_up([kind])
     tokens = min(WARMUP_TOKENS, request.max_tokens)
-    short = Request(**{**request.__dict__, "max_tokens": tokens, "ignore_eos": True})
-    generate(engine, [short])
+    generate(engine, [replace(request, max_tokens=tokens, ignore_eos=True)])
 
 
 def interleave(

@@ -8,6 +8,7 @@ over prompts. `summary.json` goes to the run folder. Keys are those of `experime
 
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ def main(cfg: DictConfig, folder: Path) -> float:
     num_threads = use_threads(cfg.num_threads, models.target)
     theirs = transformers_model(cfg.target.path, models.dtype, models.device)
     asked = [
-        Request(**{**task.request.__dict__, "ignore_eos": True})
-        for task in turn_tasks(cfg, models, prompts, 0, {})
+        replace(task.request, ignore_eos=True) for task in turn_tasks(cfg, models, prompts, 0, {})
     ]
     engines = {name: warm_engine(cfg, models, bound, asked) for name, bound in stages.items()}
 

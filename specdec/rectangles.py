@@ -27,7 +27,7 @@ class Rectangle(NamedTuple):
 
 def length_class(query_len: int) -> int:
     """Equal for queries that share a rectangle: all of up to 16 rows, else by powers of two."""
-    return max(4, (query_len - 1).bit_length())
+    return 4 if query_len <= 16 else (query_len - 1).bit_length()
 
 
 def rectangles(query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[Rectangle, ...]:

@@ -6,6 +6,7 @@ prompt + output + drafts, within a token budget (seed text, section 9.1).
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -62,17 +63,17 @@ class Request:
     seed: int = 0
     ignore_eos: bool = False
 
-    @property
+    @cached_property  # as the others, asked at every step
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
 
-    @property
+    @cached_property
     def has_filters(self) -> bool:
         """Whether filters change what is drawn; they never do at temperature 0."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return filters and not self.is_greedy
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         outputs = self.presence_penalty != 0 or self.frequency_penalty != 0
         return self.repetition_penalty != 1 or outputs
