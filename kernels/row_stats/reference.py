@@ -34,11 +34,11 @@ def block_size(vocab_size: int) -> int:
 
 
 def row_requests(cu_num_logits: Tensor, num_rows: int) -> Tensor:
-    """The request [num_rows] int64 that owns each logits row; rows past the last belong to the
-    last.
+    """The request [num_rows] int64 that owns each row; rows past the last belong to the last.
 
     Args:
-        cu_num_logits: [R + 1] int64; request r owns rows cu[r] .. cu[r + 1] - 1.
+        cu_num_logits: [R + 1] int64; request r owns rows cu[r] .. cu[r + 1] - 1. A batch's rows
+            are owned alike, by its `query_start`.
     """
     rows = torch.arange(num_rows, device=cu_num_logits.device)
     owner = torch.searchsorted(cu_num_logits[1:].contiguous(), rows, right=True)

@@ -74,11 +74,3 @@ def draft_ops() -> Any:
     from specdec.kernels.draft_rows import reference
 
     return reference
-
-
-def row_requests(batch: Batch) -> Tensor:
-    """The request of each batch row, [T]."""
-    lens = batch.query_start.diff()
-    return torch.repeat_interleave(
-        torch.arange(len(lens), device=lens.device), lens, output_size=batch.input_ids.shape[0]
-    )

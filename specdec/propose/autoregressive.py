@@ -7,9 +7,10 @@ from torch import Tensor
 
 from specdec.draft_sampling import sample_draft_
 from specdec.kernels.draft_rows.reference import DraftRows
+from specdec.kernels.row_stats.reference import row_requests
 from specdec.keys import Keys
 from specdec.models.batch import Batch, Draft, TargetOutput
-from specdec.propose import draft_ops, next_token_ids, no_drafts, proposer, row_requests
+from specdec.propose import draft_ops, next_token_ids, no_drafts, proposer
 from specdec.rectangles import attention_group
 from specdec.state import GREEDY_EPSILON, Committed, Drafts, State
 from specdec.step import Model, draft_dist
@@ -139,7 +140,7 @@ def ingest(
     for_logits, last = out.for_logits[last_rows], [out.recycle[last_rows]]
     if model.num_depths == 1:
         return for_logits, last
-    slots, request = batch.request_slots, row_requests(batch)
+    slots, request = batch.request_slots, row_requests(batch.query_start, len(ids))
     is_first = torch.arange(len(ids), device=ids.device) == batch.query_start[request]
     for depth in range(1, model.num_depths):
         carried = cache.carry[depth - 1, slots]
