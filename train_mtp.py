@@ -2,10 +2,13 @@
 
     python experiments/generate.py path=data/self
     python train_mtp.py train_data.paths=[data/self] budget.max_tokens=70_000_000 eval_every=200
+    python train_mtp.py resume=outputs/DATE/TIME
 
 The head is the usual one of the target's family, unless `draft.family` names another. The run
 folder gets `head/` (the checkpoint of best decoded acceptance length, in its family's published
-layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from).
+layout), `last/`, `train.csv`, `eval.csv`, `summary.json` and `state.pt` (to resume from). A resumed
+run has the overrides of the one that it goes on with, and those given beside; it writes to a folder
+of its own unless `hydra.run.dir` names the old one.
 """
 
 import math
@@ -125,7 +128,9 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
             why = told(before, settings, judged[0])
             print(f"{why}: heads were judged otherwise, the best is chosen anew", flush=True)
             start = start._replace(best=None, best_step=None, evaluated_step=None, dev={})
-            (folder / "eval.csv").replace(folder / f"eval_until_{start.step}.csv")
+            save_state(folder, start, weights, settings)
+            if (folder / "eval.csv").exists():
+                (folder / "eval.csv").replace(folder / f"eval_until_{start.step}.csv")
     train_csv = CsvLog(folder / "train.csv", keep_until=start.step)
     eval_csv = CsvLog(folder / "eval.csv", keep_until=start.evaluated_step or 0)
     phases = Phases(device)

@@ -8,6 +8,7 @@ the resolver, also in the processes that a parallel launcher starts.
 import contextlib
 import hashlib
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ MAX_NAME = 80  # characters of the readable part
 EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
 
 STATUS = "status.json"
+LOGGED = "wandb"  # folder of a logger that opens before the task is done checking
 
 
 class Found(NamedTuple):
@@ -33,6 +35,7 @@ class Found(NamedTuple):
     made: tuple[Path, ...]  # folders that were not there, the innermost first
     records: dict[Path, bytes | None]  # what Hydra and a job's record write; None: was not there
     others: dict[str, int]  # the folder's other entries, and when they changed
+    had_log: bool  # whether a logger's folder was there
 
 
 started: list[Path] = []  # sweep folders of this process's current script
@@ -97,6 +100,7 @@ def look(folder: Path, config: DictConfig) -> Found:
         tuple(path for path in folders if not path.exists()),
         {path: path.read_bytes() if path.is_file() else None for path in records},
         _others(folder, records),
+        (folder / LOGGED).exists(),
     )
 
 
@@ -108,12 +112,17 @@ def _others(folder: Path, records: Iterable[Path]) -> dict[str, int]:
 
 
 def is_as_found(before: Found) -> bool:
-    """Whether nothing but Hydra and the job's record wrote to the folder."""
-    return _others(before.folder, before.records) == before.others
+    """Whether nothing but Hydra, the job's record and a new logger wrote to the folder."""
+    others = _others(before.folder, before.records)
+    if not before.had_log:
+        others.pop(LOGGED, None)
+    return others == before.others
 
 
 def put_back(before: Found) -> None:
-    """Take away, or write back, what Hydra and the job's record wrote."""
+    """Take away, or write back, what they wrote."""
+    if not before.had_log:
+        shutil.rmtree(before.folder / LOGGED, ignore_errors=True)
     for path, content in before.records.items():
         if content is not None:
             path.write_bytes(content)

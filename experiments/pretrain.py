@@ -5,7 +5,7 @@
 
 The run folder gets `target/` (the averaged weights in bf16 in the family's published layout, with
 config.json, tokenizer and chat template: what `target.path` and transformers read), `train.csv`,
-`eval.csv`, `summary.json` and `state.pt` (to resume from).
+`eval.csv`, `summary.json` and `state.pt` (to resume from, as train_mtp.py does).
 """
 
 import shutil

@@ -29,7 +29,8 @@ def tree(folder):
 )
 def test_no_folder_is_left(base, override, said, tmp_path, monkeypatch, capfd):
     (tmp_path / "runs").mkdir()
-    argv = [*base, *override.split(), f"hydra.run.dir={tmp_path}/runs/one/two"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    argv = [*base, "logger=wandb", *override.split(), f"hydra.run.dir={tmp_path}/runs/one/two"]
     assert call(acceptance.main, argv, monkeypatch) == 1
     assert said in capfd.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["runs"]

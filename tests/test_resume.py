@@ -96,7 +96,10 @@ def test_the_folder_is_all_that_resuming_needs(
     assert summary["steps_in_this_session"] == 4
     told = {k: v for k, v in summary["config"].items() if k != "resume"}
     assert told == {k: v for k, v in summary_of(whole)["config"].items() if k != "resume"}
-    # a third session of it needs no more
+    # a finished run has nothing left to do; a third session needs no more than a larger budget
+    again = [f"resume={folder}", f"hydra.run.dir={tmp_path / 'again'}"]
+    assert call(train_mtp.main, again, monkeypatch) == 0
+    same_weights(tmp_path / "again", whole)
     third = [f"resume={folder}", "budget.epochs=3", f"hydra.run.dir={tmp_path / 'third'}"]
     assert call(train_mtp.main, third, monkeypatch) == 0
     assert summary_of(tmp_path / "third")["steps"] == 15
@@ -193,6 +196,14 @@ def test_no_state_is_told_before_anything_is_composed(train_mtp, tmp_path, monke
         f"error: resume={tmp_path / 'nothing'} has no state.pt; give the folder of an earlier run\n"
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_state_is_told(train_mtp, part, monkeypatch, capfd):
+    whole = (part / "state.pt").read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2]):
+        (part / "state.pt").write_bytes(damaged)
+        assert call(train_mtp.main, [f"resume={part}"], monkeypatch) == 1
+        assert f"resume={part}: its state.pt is damaged" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("changed", [False, True])

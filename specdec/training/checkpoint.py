@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +67,20 @@ def save_state(folder: Path, progress: Progress, weights: Weights, settings: Set
 def check_state(folder: str | Path, config: Mapping[str, Any], *, free: Sequence[str]) -> None:
     """Before anything is loaded: raises ConfigError where a plain configuration differs from the
     state's outside of `free`. What only files can tell is left to `load_state_`."""
-    path = state_file(folder)
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    saved = _settings(state, folder)
+    saved = _settings(_read(folder, map_location="cpu", mmap=True), folder)
     later = ("dtype", *saved.contents)
     check_same(saved, settings_of(config, {}), free=(*free, *later), run=folder)
+
+
+def _read(folder: str | Path, **keywords: Any) -> dict[str, Any]:
+    """The file's contents; no code in it is run."""
+    path = state_file(folder)
+    try:
+        return torch.load(path, weights_only=True, **keywords)
+    except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
+        if getattr(error, "filename", None):
+            raise  # one that cannot be opened
+        raise ConfigError(f"resume={folder}: its {STATE} is damaged; start a new run") from error
 
 
 def _settings(state: Mapping[str, Any], folder: str | Path) -> Settings:
@@ -86,7 +96,7 @@ def _settings(state: Mapping[str, Any], folder: str | Path) -> Settings:
 def load_state_(
     folder: str | Path, weights: Weights, settings: Settings, *, free: Sequence[str]
 ) -> tuple[Progress, Settings]:
-    """Fill the weights from a run folder; no code in the file is run.
+    """Fill the weights from a run folder.
 
     Args:
         settings: of the run that is to go on.
@@ -100,7 +110,7 @@ def load_state_(
             that differ where they must not.
     """
     device = next(iter(weights.params.values())).device
-    state: dict[str, Any] = torch.load(state_file(folder), map_location=device, weights_only=True)
+    state = _read(folder, map_location=device)
     saved = _settings(state, folder)
     check_same(saved, settings, free=free, run=folder)
     shapes = {name: p.shape for name, p in weights.params.items()}

@@ -186,7 +186,7 @@ class TrainConfig:
     compile: bool | None = None  # fuse the loss with torch.compile; null: on a GPU
     log_every: int = 10  # steps
     save_every: int | None = None  # steps between states for resuming; null: at the end
-    resume: str | None = None  # run folder to go on from
+    resume: str | None = None  # run folder to go on from, with its overrides
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None

@@ -74,7 +74,7 @@ class PretrainConfig:
     average_decay: float = 0.998  # of the weights that are evaluated and saved; 0: no average
     log_every: int = 50  # steps
     save_every: int | None = None  # steps between states for resuming; null: at the end
-    resume: str | None = None  # run folder to go on from
+    resume: str | None = None  # run folder to go on from, with its overrides
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None
