@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 from scripts import call, rows_of, status_of, summary_of
 from tiny_chat import write_chat_model
 
+from specdec.errors import ConfigError
 from specdec.experiments.resuming import with_overrides_of_run
 from specdec.training import loop
+from specdec.training.checkpoint import check_state
 from specdec.training.data import response, write_dataset
 
 ROOT = Path(__file__).parents[1]
@@ -129,14 +132,8 @@ def test_a_killed_run_goes_on_from_its_last_state(train_mtp, base, started, tmp_
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimizer.lr=0.5", "optimizer.lr=0.5 was 0.003 before, and"),
         ("optimizer=adamw", "optimizer.adamw was specdec.training.optimizer.muon"),
-        ("unroll.num_steps=2", "unroll.num_steps=2 was 3"),
-        ("lr_schedule=linear", "optimizer.linear was specdec.training.optimizer.cosine"),
-        ("objective.kl=0.5", "objective.kl=0.5 was 1.0"),
-        ("seed=6", "seed=6 was 5"),
-        ("dtype=bfloat16", "dtype=bfloat16 was float32"),
-        ("accumulation=2", "accumulation=2 was 1"),
+        ("dtype=bfloat16", "dtype=bfloat16 was float32 before, and"),
         ("draft.family=llama_eagle3", "draft.family=llama_eagle3 was null"),
     ],
 )
@@ -152,6 +149,41 @@ def test_what_the_state_does_not_go_with_is_refused(
     assert "start a new run without resume" in err
     assert err.count("\n") == 1
     assert {p: p.read_bytes() for p in part.rglob("*") if p.is_file()} == before
+
+
+BOUND = {
+    "optimizer.lr": 0.5, "optimizer.matrix_lr": 0.5, "lr_schedule.warmup": 0.5, "seed": 6,
+    "unroll.num_steps": 2, "unroll.decay": 0.5, "objective.kl": 0.5, "accumulation": 2,
+    "train_data.row_tokens": 48, "train_data.num_tokens": 9, "average_decay": 0.5,
+    "head.num_rows": 9, "target.quantize": "int8", "clip_norm": 2.0, "own.keyword": 1,
+}  # fmt: skip
+OPEN = {
+    "budget.max_tokens": 9, "budget.epochs": 7, "log_every": 3, "save_every": 1, "eval_every": 2,
+    "logger.mode": "offline", "device": "cuda", "num_threads": 2, "kernels.graphs": True,
+    "unroll.num_chunks": 2, "data.num_prompts": 3, "propose.num_draft_tokens": 1, "new": None,
+}  # fmt: skip
+
+
+def changed_config(run, key, value):
+    """A run's configuration with another value, and the old one."""
+    config = summary_of(run)["config"]
+    node, _, name = key.rpartition(".")
+    place = config.setdefault(node, {}) if node else config
+    old, place[name] = place.get(name), value
+    return config, "null" if old is None else str(old)
+
+
+@pytest.mark.parametrize("key", BOUND)
+def test_a_setting_that_the_state_is_bound_to(train_mtp, started, key):
+    config, old = changed_config(started[0], key, BOUND[key])
+    with pytest.raises(ConfigError, match=re.escape(f": {key}={BOUND[key]} was {old} before")):
+        check_state(started[0], config, free=(*train_mtp.FREE, *train_mtp.JUDGED))
+
+
+@pytest.mark.parametrize("key", OPEN)
+def test_a_setting_that_may_change(train_mtp, started, key):
+    config, _ = changed_config(started[0], key, OPEN[key])
+    check_state(started[0], config, free=(*train_mtp.FREE, *train_mtp.JUDGED))
 
 
 def test_without_the_record_of_the_overrides_the_state_still_tells(
@@ -200,10 +232,12 @@ def test_no_state_is_told_before_anything_is_composed(train_mtp, tmp_path, monke
 
 def test_a_damaged_state_is_told(train_mtp, part, monkeypatch, capfd):
     whole = (part / "state.pt").read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2]):
-        (part / "state.pt").write_bytes(damaged)
-        assert call(train_mtp.main, [f"resume={part}"], monkeypatch) == 1
-        assert f"resume={part}: its state.pt is damaged" in capfd.readouterr().err
+    (part / "state.pt").write_bytes(whole[: len(whole) // 2])
+    assert call(train_mtp.main, [f"resume={part}"], monkeypatch) == 1
+    assert f"resume={part}: its state.pt is damaged" in capfd.readouterr().err
+    (part / "state.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is damaged"):
+        check_state(part, {}, free=())
 
 
 @pytest.mark.parametrize("changed", [False, True])
