@@ -181,7 +181,7 @@ def test_compiles_for_sm90():
     }  # fmt: skip
     out = {"d2t_ptr": "*i64", "token_ptr": "*i64", "delta_ptr": "*i1"}
     seeds = {"seeds_ptr": "*i64", "round_start_ptr": "*i64"}
-    module = "specdec.kernels.draft_sample.kernel"
+    module = "specdec.kernels.draft_sample.programs"
     overlap = {"OVERLAP": True}
     compiles = []
     for dtype in ("bf16",):
@@ -189,14 +189,14 @@ def test_compiles_for_sm90():
         compiles += [
             Compile(
                 module,
-                "_greedy",
+                "greedy",
                 row | out,
                 overlap | {"TILE": 16384, "MAPPED": True},
                 num_warps=32,
             ),
             Compile(
                 module,
-                "_draw",
+                "draw",
                 row | out | seeds | kept | {
                     "temperature_ptr": "*fp32", "block_max_ptr": "*fp32", "block_sum_ptr": "*fp32",
                     "num_blocks": "i32", "offset": "i32", "epsilon": "fp32",
@@ -206,7 +206,7 @@ def test_compiles_for_sm90():
             ),
             Compile(
                 module,
-                "_draw_kept",
+                "draw_kept",
                 row | out | seeds | kept | {
                     "row_max_ptr": "*fp32", "row_inv_temperature_ptr": "*fp32",
                     "row_cutoff_ptr": "*fp32", "row_lse_ptr": "*fp32", "row_greedy_ptr": "*i1",
