@@ -94,6 +94,7 @@ def test_the_folder_is_all_that_resuming_needs(
     whole = started[1]
     same_weights(folder, whole)
     assert timeless(folder / "train.csv") == timeless(whole / "train.csv")
+    assert (folder / "train_mtp.log").exists()
     summary = summary_of(folder)
     assert summary["finished"]
     assert summary["steps_in_this_session"] == 4
