@@ -31,6 +31,8 @@ def row_distribution(
     vocab_size: int,
     filters: bool = True,
     all_greedy: bool = False,
+    slots: Tensor | None = None,
+    cu_num_logits: Tensor | None = None,
 ) -> RowStats:
     """The distribution of each row after temperature, then top-k, top-p on what is left, min-p.
 
@@ -41,10 +43,17 @@ def row_distribution(
         top_p, min_p: [n] fp32, 1 and 0 turn them off.
         filters: False promises that no row has a filter, and saves a sort.
         all_greedy: True promises that every row is greedy: temperature and filters go unread.
+        slots: [R] int64; the parameters are then [S], and each row takes those of its request's
+            slot, as `cu_num_logits` [R + 1] says.
     """
     ops, known = row_ops(), {"vocab_size": vocab_size, **KNOWN}
     if filters and not all_greedy:
-        return ops.filtered_rows(logits, temperature, top_k, top_p, min_p, **known)
+        rows = temperature, top_k, top_p, min_p
+        if slots is not None:
+            rows = ops.request_rows(len(logits), slots, cu_num_logits, *rows)
+        return ops.filtered_rows(logits, *rows, **known)
+    if slots is not None:
+        known |= {"slots": slots, "cu_num_logits": cu_num_logits}
     return ops.row_stats(logits, temperature, all_greedy=all_greedy, **known)
 
 
@@ -79,6 +88,7 @@ def make_dist(
     vocab_size: int,
     filters: bool = True,
     all_greedy: bool = False,
+    slots: Tensor | None = None,
 ) -> TargetDist:
     """The target's distribution at N rows; arguments as in `row_distribution` and `TargetDist`."""
     stats = row_distribution(
@@ -90,6 +100,8 @@ def make_dist(
         vocab_size=vocab_size,
         filters=filters,
         all_greedy=all_greedy,
+        slots=slots,
+        cu_num_logits=cu_num_logits,
     )
     return TargetDist(
         logits=logits,
@@ -106,22 +118,18 @@ def process_logits(logits: Tensor, state: State, batch: Batch, *, vocab_size: in
     penalties first."""
     if batch.penalties:
         logits = penalised(logits, state, batch, vocab_size=vocab_size)
-    slots, cu_num_logits = batch.request_slots, batch.cu_num_logits
-    sampling = state.temperature, state.top_k, state.top_p, state.min_p
-    ops, known = row_ops(), {"vocab_size": vocab_size, **KNOWN}
-    if batch.filters and not batch.all_greedy:
-        rows = ops.request_rows(len(logits), slots, cu_num_logits, *sampling)
-        stats = ops.filtered_rows(logits, *rows, **known)
-    else:
-        known |= {"slots": slots, "cu_num_logits": cu_num_logits}
-        stats = ops.row_stats(logits, state.temperature, all_greedy=batch.all_greedy, **known)
-    return TargetDist(
-        logits=logits,
-        cu_num_logits=cu_num_logits,
+    return make_dist(
+        logits,
+        temperature=state.temperature,
+        top_k=state.top_k,
+        top_p=state.top_p,
+        min_p=state.min_p,
+        cu_num_logits=batch.cu_num_logits,
         batch_rows=batch.logits_indices,
         vocab_size=vocab_size,
+        filters=batch.filters,
         all_greedy=batch.all_greedy,
-        **stats._asdict(),
+        slots=batch.request_slots,
     )
 
 

@@ -113,8 +113,8 @@ class TargetDist:
     batch_rows: Tensor  # [N] int64, the batch row behind each
     vocab_size: int  # ids at or past it have probability 0
     all_greedy: bool = False  # the host's promise that every row is greedy
-    block_mass: Tensor | None = None  # [N, C] fp32, sum of exp(x) over each block's kept ids, if
-    # it was left behind (`kernels.row_stats`), so that a draw reads one block and not the row
+    block_mass: Tensor | None = None  # [N, C] fp32, sum of exp(x) over each block's kept ids
+    # (`kernels.row_stats`), so that a draw reads one block and not the row; None if all are greedy
 
     def probs(self, rows: Tensor | None = None) -> Tensor:
         """Probabilities [n, V] fp32 of the given rows ([n]; all when None): the definition."""
