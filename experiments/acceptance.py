@@ -223,8 +223,9 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     verify, propose = (
         summary["config"][stage]["_target_"].rpartition(".")[2] for stage in ("verify", "propose")
     )
-    title = f"{summary['choices'].get('data')}: propose={propose} K={summary['num_draft_tokens']}"
-    title += f" verify={verify} on {summary['device']} {summary['dtype']}"
+    title = f"{Path(summary['config']['target']['path']).name}, {summary['choices'].get('data')}: "
+    title += f"propose={propose} K={summary['num_draft_tokens']} verify={verify}"
+    title += f" on {summary['device']} {summary['dtype']}"
     print_table(title, ["", ""], rows)
     print(f"results: {folder}")
 

@@ -1,8 +1,11 @@
 """`make demo`: what speculation gains on this machine, in about two minutes.
 
+    python experiments/demo.py [KEY=VALUE ...]
+
 Plain decoding, n-gram drafts and the Eagle head at several K decode the same prompts, one request
 at a time and in turns, so that the machine's ups and downs meet all of them. Overrides of the main
-job's configuration may follow on the command line.
+job's configuration may follow on the command line (`experiments/acceptance.py --help` lists them).
+The table and its plot go to `outputs/demo/`.
 """
 
 import sys
@@ -194,7 +197,11 @@ def is_plain(row: Row) -> bool:
     return row.label == PLAIN
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command line: overrides, or `--help`."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        return
     try:
         run(sys.argv[1:])
     except Exception as error:
@@ -202,3 +209,7 @@ if __name__ == "__main__":
         if line is None:
             raise
         sys.exit(f"error: {line}")
+
+
+if __name__ == "__main__":
+    main()

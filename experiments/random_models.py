@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ def random_target(
     Raises:
         ConfigError: the family is not known, or the shape says no vocabulary.
     """
+    config = _target_config(settings)
+    checkpoint = _random_checkpoint(config, shapes_of(target_layout(config)), device, seed)
+    return build_target(checkpoint, settings, device=device, dtype=dtype, **options)
+
+
+def num_parameters(settings: Mapping[str, Any]) -> int:
+    """Of the target of that shape, without making it. Raises what `random_target` raises."""
+    shapes = shapes_of(target_layout(_target_config(settings)))
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _target_config(settings: Mapping[str, Any]) -> Any:
     family = FAMILIES.get(settings.get("model_type", ""))
     if family is None:
         raise ConfigError(
@@ -50,9 +63,7 @@ def random_target(
     if settings.get("vocab_size") is None:
         raise ConfigError("the shape has no vocabulary of its own; set vocab_size")
     check_settings(settings)
-    config = family.config(settings)
-    checkpoint = _random_checkpoint(config, shapes_of(target_layout(config)), device, seed)
-    return build_target(checkpoint, settings, device=device, dtype=dtype, **options)
+    return family.config(settings)
 
 
 def random_draft(settings: Mapping[str, Any], target: Target, *, seed: int = 1) -> Draft:

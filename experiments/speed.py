@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.experiments.steps import Pass, Trace
 
 CLOSE = 0.05  # of the batch that arrivals aim at, where looking for the rate ends
+MOST_ON_CPU = 10**9  # parameters of a target for which a missing GPU is not an error
 
 
 @hydra_script("speed")
@@ -92,10 +93,15 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
 
 
 def random_models(cfg: DictConfig, bound: BoundStages) -> Models:
-    """The target of `shape` and, where the proposer uses one, the head of `draft_shape`."""
+    """The target of `shape` and, where the proposer uses one, the head of `draft_shape`.
+
+    Raises:
+        ConfigError: a shape is not one of a model, or the target's is for a GPU and there is none.
+    """
     from specdec import runtime
     from specdec.build import Models
-    from specdec.experiments.random_models import random_draft, random_target
+    from specdec.errors import ConfigError
+    from specdec.experiments.random_models import num_parameters, random_draft, random_target
 
     device = runtime.pick_device(cfg.device)
     dtype = runtime.pick_dtype(cfg.dtype, device)
@@ -103,6 +109,13 @@ def random_models(cfg: DictConfig, bound: BoundStages) -> Models:
     shape = settings["shape"]
     if cfg.vocab_size is not None:
         shape["vocab_size"] = cfg.vocab_size
+    size = num_parameters(shape)
+    if cfg.device == "auto" and device.type == "cpu" and size > MOST_ON_CPU:
+        raise ConfigError(
+            f"a shape of {size / 1e9:.1f} billion parameters is for a GPU, and there is none; "
+            "use shape=llama_tiny draft_shape=eagle3_tiny vocab_size=2048, or device=cpu to time "
+            "it here all the same"
+        )
     target = random_target(shape, device=device, dtype=dtype, seed=cfg.seed, quantize=cfg.quantize)
     draft = None
     if bound.uses_draft:

@@ -344,6 +344,16 @@ def test_the_demo_decodes_the_same_prompts_with_every_row(base, tmp_path, monkey
     assert Path("outputs/demo/demo.png").stat().st_size
 
 
+def test_the_demo_says_how_it_is_called_and_what_is_wrong(tmp_path, monkeypatch, capfd):
+    from specdec.experiments import demo
+
+    monkeypatch.chdir(tmp_path)
+    assert call(demo.main, ["--help"], monkeypatch) == 0
+    assert "python experiments/demo.py [KEY=VALUE ...]" in capfd.readouterr().out
+    assert "verify=none" in str(call(demo.main, ["verify=none"], monkeypatch))
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_rebuilding_a_table_of_nothing_is_one_line(tmp_path, monkeypatch, capfd):
     assert call(sweep.main, [f"dir={tmp_path}"], monkeypatch) == 1
     assert "status.json" in capfd.readouterr().err

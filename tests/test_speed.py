@@ -10,7 +10,7 @@ from scripts import call
 from tiny import tiny_draft, tiny_target
 
 from specdec.experiments import speed
-from specdec.experiments.random_models import random_draft, random_target
+from specdec.experiments.random_models import num_parameters, random_draft, random_target
 from specdec.experiments.roofline import matrices
 from specdec.experiments.steps import (
     arrive,
@@ -159,6 +159,8 @@ def test_matrices_are_counted_once():
     num_bytes, num_weights = matrices((target.params, target.params), skip=target.embed)
     assert num_weights == target.config.num_layers * layer + 101 * 32
     assert num_bytes == 2 * num_weights
+    norms = 32 * (2 * target.config.num_layers + 1)
+    assert num_parameters(shape) == num_weights + norms + 101 * 32
 
 
 def test_in_miniature(tmp_path, monkeypatch, capsys):
@@ -203,6 +205,13 @@ def test_what_is_refused(override, said, tmp_path, monkeypatch, capsys):
     argv = [*MINIATURE, f"hydra.run.dir={tmp_path}", override]
     assert call(speed.main, argv, monkeypatch) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
+def test_a_shape_for_a_gpu_is_refused_without_one(tmp_path, monkeypatch, capsys):
+    """Llama-3.1-8B has 8.03 billion parameters: minutes and 16 GB before the first step."""
+    assert call(speed.main, [f"hydra.run.dir={tmp_path}/run"], monkeypatch) == 1
+    assert "8.0 billion parameters is for a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
