@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from operator import ge
 from typing import NamedTuple
 
 import torch
@@ -204,7 +205,8 @@ def schedule(
 
 
 def check_plan(plan: Plan, requests: Requests, limits: Limits) -> None:
-    """Raises ConfigError where a plan names slots, blocks or drafts that there is no room for.
+    """Raises ConfigError where a plan names slots, blocks or drafts that there is no room for, or
+    hides tokens that its rows see.
 
     Slots and blocks are taken from the ends of the free lists, in order; a slot that runs is held
     or admitted, and not preempted.
@@ -242,6 +244,16 @@ def check_plan(plan: Plan, requests: Requests, limits: Limits) -> None:
         raise ConfigError(
             f"the schedule runs slots {sorted(used)} and preempts {list(plan.preempted)}; "
             f"held are {sorted(held)}"
+        )
+    computed = {s.slot: s.num_computed for s in requests.running}  # 0 in what is admitted
+    seen = [
+        computed.get(slot, 0) + rows + plan.num_draft_tokens
+        for slot, rows in zip(plan.slots, plan.query_lens, strict=False)
+    ]
+    if len(plan.seq_lens) < len(seen) or not all(map(ge, plan.seq_lens, seen)):
+        raise ConfigError(
+            f"the schedule says that its requests see {list(plan.seq_lens)} tokens; with K="
+            f"{plan.num_draft_tokens} drafts they see {seen}"
         )
 
 

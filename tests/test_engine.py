@@ -275,8 +275,13 @@ def faulty(engine, **changes):
         {"slots": lambda plan: (5, *plan.slots[1:])},
         {"preempted": lambda plan: (4,)},
         {"num_draft_tokens": lambda plan: 4},
+        {"seq_lens": lambda plan: tuple(n - 1 for n in plan.seq_lens)},
+        {"seq_lens": lambda plan: plan.seq_lens[1:]},
     ],
-    ids=["blocks", "stranger's blocks", "slot", "not admitted", "stranger's row", "preempted", "K"],
+    ids=[
+        *("blocks", "stranger's blocks", "slot", "not admitted", "stranger's row", "preempted"),
+        *("K", "hidden tokens", "a request without"),
+    ],
 )
 def test_a_faulty_plan_changes_no_books(target, changes):
     engine = eagle_engine(target)
