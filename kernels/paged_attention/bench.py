@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.bench import Case
 from specdec.kernels.paged_attention.kernel import paged_attention
 from specdec.kernels.paged_attention.plan import Plan
-from specdec.kernels.paged_attention.reference import fold_groups, folded_attention
+from specdec.kernels.paged_attention.reference import AttentionGroup, fold_groups, folded_attention
 
 BLOCK_SIZE = 16
 COLD_BYTES = 200 * 2**20  # caches in turn, so that no keys are found in the 50 MB of cache
@@ -32,12 +32,6 @@ LLAMA = Heads(32, 8, 128, 128)
 LATENT_16 = Heads(16, 1, 576, 512, shared=True)
 LATENT_128 = Heads(128, 1, 576, 512, shared=True)
 Rows = list[tuple[int, int]]  # (rows of the step, keys before them) a request
-
-
-class Group(NamedTuple):
-    query_index: Tensor
-    block_tables: Tensor
-    mask: Tensor
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -126,7 +120,7 @@ def _baseline(
     keys = torch.arange(num_blocks * BLOCK_SIZE, device=query.device)
     index = torch.arange(len(query), device=query.device).view(num_requests, -1)
     mask = keys <= batch["positions"].view(num_requests, -1, 1)
-    group = Group(index, batch["block_tables"][:, :num_blocks], mask)
+    group = AttentionGroup(index, batch["block_tables"][:, :num_blocks], mask)
     folded = fold_groups([group], len(query), heads.query, heads.key, query.dtype)
 
     def run(key_cache: Tensor, value_cache: Tensor | None) -> Tensor:
