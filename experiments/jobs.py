@@ -100,6 +100,9 @@ def hydra_script(
                 sys.exit(1)
             except KeyboardInterrupt:
                 sys.exit(130)
+            except BrokenPipeError:  # whoever read the output has left, as `head` does
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(1)
             except Exception as error:
                 line = one_line(error)
                 if line is None:

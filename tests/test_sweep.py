@@ -224,3 +224,11 @@ def test_a_status_that_cannot_be_read_does_not_spoil_the_table(tmp_path):
         (tmp_path / name / "status.json").write_text(text)
     assert [row["job"] for row in sweep.rebuild(tmp_path)] == ["b"]
     assert rows_of(tmp_path / "sweep.csv")[0]["k"] == "1"
+
+
+def test_a_reader_that_leaves_early_is_no_traceback(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
