@@ -122,6 +122,8 @@ def _start(mode: str | None, **keywords: Any) -> Any:
         raise ConfigError(f"WANDB_MODE={mode} is unknown; use one of {', '.join(MODES)}")
     settings = wandb.Settings(init_timeout=20, finish_timeout=30, silent=True, console="off")
     wandb.setup(settings=wandb.Settings(silent=True))
+    if mode == "online" and not has_key():
+        log.warning("W&B has no key; set WANDB_API_KEY or log in; the run is kept offline")
     if mode in (None, "online"):
         mode = "online" if has_key() and _server_answers() else "offline"
     try:

@@ -62,6 +62,20 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(base, tmp_path, monkeypatch):
         )
 
 
+def test_online_without_a_key_is_told(tmp_path, monkeypatch, caplog):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for mode, told in (("offline", False), ("online", True)):
+        caplog.clear()
+        job = JobInfo(tmp_path / mode, {}, "name", "group", "eval")
+        job.folder.mkdir()
+        with wandb_run(job, mode=mode) as log:
+            log.summary({"x": 1})
+        assert read_wandb(run_file(job.folder)).summary["x"] == 1
+        assert ("set WANDB_API_KEY" in caplog.text) == told
+
+
 def test_no_row_is_dropped_for_an_earlier_step(tmp_path):
     job = JobInfo(tmp_path, {"a": {"b": 0.7}}, "name", "group", "eval")
     with wandb_run(job, mode="offline") as log:
