@@ -84,7 +84,7 @@ def read_head(
     if axes.input_features == "last_hidden" and block.hidden_size != target.embed.shape[1]:
         raise CheckpointError(
             f"{where}: the head's hidden_size={block.hidden_size} is not the target's "
-            f"{target.embed.shape[1]}"
+            f"{target.embed.shape[1]}; give the head of this target (model=NAME sets both)"
         )
     layout = head_layout(
         config,

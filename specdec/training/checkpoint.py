@@ -42,7 +42,10 @@ def state_file(folder: str | Path) -> Path:
     """Where a run folder keeps its state; raises ConfigError when there is none."""
     path = Path(folder) / STATE
     if not path.is_file():
-        raise ConfigError(f"resume={folder} has no {STATE}; give the folder of an earlier run")
+        raise ConfigError(
+            f"resume={folder} has no {STATE}; give the folder of a run that ended or that saved "
+            f"its state on the way (save_every=STEPS)"
+        )
     return path
 
 
