@@ -31,10 +31,11 @@ def test_no_folder_is_left(base, override, said, tmp_path, monkeypatch, capfd):
     (tmp_path / "runs").mkdir()
     monkeypatch.setenv("WANDB_MODE", "offline")
     argv = [*base, "logger=wandb", *override.split(), f"hydra.run.dir={tmp_path}/runs/one/two"]
+    before = HydraConfig.instance().cfg
     assert call(acceptance.main, argv, monkeypatch) == 1
     assert said in capfd.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
-    assert not HydraConfig.initialized()
+    assert HydraConfig.instance().cfg is before
 
 
 def test_the_default_folder_goes_with_its_parents(base, tmp_path, monkeypatch):

@@ -226,7 +226,8 @@ def test_no_state_is_told_before_anything_is_composed(train_mtp, tmp_path, monke
     argv = [f"resume={tmp_path / 'nothing'}", f"hydra.run.dir={tmp_path / 'run'}"]
     assert call(train_mtp.main, argv, monkeypatch) == 1
     assert capfd.readouterr().err == (
-        f"error: resume={tmp_path / 'nothing'} has no state.pt; give the folder of an earlier run\n"
+        f"error: resume={tmp_path / 'nothing'} has no state.pt; give the folder of a run that "
+        "ended or that saved its state on the way (save_every=STEPS)\n"
     )
     assert not list(tmp_path.iterdir())
 
