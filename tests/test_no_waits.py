@@ -1,5 +1,5 @@
 """A step on the device never waits for the host, nor the host for it: no value is read, no constant
-copied over, and no shape depends on a value."""
+copied over, no shape depends on a value, and every new tensor says on which device it is."""
 
 from functools import partial
 
@@ -23,6 +23,7 @@ from specdec.verify.rejection import rejection
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
 READS |= {"__contains__", "equal", "allclose", "nonzero", "argwhere", "masked_select", "unique"}
 MAKES = {"tensor", "as_tensor", "from_numpy"}  # copies of host values, to wherever they are wanted
+FACTORIES = {"arange", "zeros", "ones", "full", "empty", "eye", "linspace", "rand", "randn"}
 
 
 class Waits(TorchFunctionMode):
@@ -37,6 +38,8 @@ class Waits(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in READS | MAKES or _has_mask(name, args) or _counts(name, args, kwargs):
             self.calls.append(name)
+        if name in FACTORIES and kwargs.get("device") is None:
+            self.calls.append(f"{name} on the host")
         return func(*args, **kwargs)
 
 
@@ -66,8 +69,11 @@ def test_waits_are_seen():
     ]
     with Waits() as waits:
         torch.repeat_interleave(x, x, output_size=6), x.repeat_interleave(2)
-        x[index], x[1:], torch.where(x > 3, x, 0), torch.arange(3), torch.zeros(2)
+        x[index], x[1:], torch.where(x > 3, x, 0), torch.arange(3, device=x.device), x.new_zeros(2)
     assert waits.calls == []
+    with Waits() as waits:
+        torch.arange(3), torch.zeros(2)
+    assert waits.calls == ["arange on the host", "zeros on the host"]
 
 
 def waits_of(engine, monkeypatch, more=()):
