@@ -29,7 +29,7 @@ from specdec.checks import (
     plain,
 )
 from specdec.config import register_schemas
-from specdec.experiments import launching
+from specdec.experiments import launching, loggers
 from specdec.experiments.launching import STATUS
 from specdec.experiments.loggers import JobInfo
 
@@ -122,7 +122,7 @@ def hydra_script(
 def _leave_no_trace() -> None:
     """Undo what Hydra and `run_job` wrote where a task was refused before it wrote anything."""
     for found in launching.found:
-        if launching.is_as_found(found):
+        if launching.is_as_found(found, loggers.opened):
             launching.put_back(found)
 
 

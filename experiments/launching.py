@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,15 +89,19 @@ OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 def look(folder: Path, config: DictConfig) -> Found:
-    """Remember how a folder is that Hydra is about to write to."""
+    """Remember how a folder is that Hydra is about to write to.
+
+    Args:
+        folder: absolute and without `..`, which could name what is there by what is not.
+    """
     names = ["config.yaml", "hydra.yaml", "overrides.yaml"]
     records = [folder / (config.hydra.output_subdir or ".hydra") / name for name in names]
     records += [folder / name for name in (f"{config.hydra.job.name}.log", STATUS)]
     records += [folder / "multirun.yaml"]
-    folders = [records[0].parent, folder, *folder.parents]
+    folders = {*records[0].parents, folder, *folder.parents}
     return Found(
         folder,
-        tuple(path for path in folders if not path.exists()),
+        tuple(sorted((path for path in folders if not path.exists()), reverse=True)),
         {path: path.read_bytes() if path.is_file() else None for path in records},
         _others(folder, records),
         (folder / LOGGED).exists(),
@@ -107,27 +111,34 @@ def look(folder: Path, config: DictConfig) -> Found:
 def _others(folder: Path, records: Iterable[Path]) -> dict[str, int]:
     if not folder.is_dir():
         return {}
-    own = {path.relative_to(folder).parts[0] for path in records}
-    return {p.name: p.stat().st_mtime_ns for p in folder.iterdir() if p.name not in own}
+    own = {path.relative_to(folder).parts[0] for path in records if path.is_relative_to(folder)}
+    return {p.name: p.lstat().st_mtime_ns for p in folder.iterdir() if p.name not in own}
 
 
-def is_as_found(before: Found) -> bool:
-    """Whether nothing but Hydra, the job's record and a new logger wrote to the folder."""
+def is_as_found(before: Found, logged: Container[str]) -> bool:
+    """Whether nothing but Hydra, the job's record and a new logger wrote to the folder.
+
+    Args:
+        logged: names of the logger's folders that this process made; beside another's nothing is.
+    """
     others = _others(before.folder, before.records)
-    if not before.had_log:
-        others.pop(LOGGED, None)
+    if not before.had_log and others.pop(LOGGED, None) is not None:
+        runs = [p.name for p in (before.folder / LOGGED).glob("*run-*") if not p.is_symlink()]
+        if not runs or not all(name in logged for name in runs):
+            return False
     return others == before.others
 
 
 def put_back(before: Found) -> None:
-    """Take away, or write back, what they wrote."""
+    """Take away, or write back, what they wrote; what the system refuses stays."""
     if not before.had_log:
         shutil.rmtree(before.folder / LOGGED, ignore_errors=True)
     for path, content in before.records.items():
-        if content is not None:
-            path.write_bytes(content)
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not written after all: a file is in the folder's place
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif path.read_bytes() != content:
+                path.write_bytes(content)
     for path in before.made:
         with contextlib.suppress(OSError):  # not made after all, or another run writes there too
             path.rmdir()
@@ -139,12 +150,16 @@ class JobsStart(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         before = HydraConfig.instance().cfg
         HydraConfig.instance().set_config(config)  # the folder's name may be made of Hydra's values
-        found.append(look(Path(config.hydra.run.dir).absolute(), config))
-        HydraConfig.instance().cfg = before
+        try:
+            found.append(look(Path(config.hydra.run.dir).resolve(), config))
+        except (OmegaConfBaseException, OSError):
+            pass  # Hydra itself says what is wrong with the folder
+        finally:
+            HydraConfig.instance().cfg = before
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         started.append(Path(config.hydra.sweep.dir))
-        found.append(look(Path(config.hydra.sweep.dir).absolute(), config))
+        found.append(look(Path(config.hydra.sweep.dir).resolve(), config))
         parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         fixed = [o.get_key_element() for o in parsed if not o.is_sweep_override()]
         if fixed:

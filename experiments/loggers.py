@@ -24,6 +24,7 @@ MAX_NAME = 128  # characters that W&B takes
 PROBE_SECONDS = 5
 
 log = logging.getLogger(__name__)
+opened: set[str] = set()  # names of the folders of this process's W&B runs
 _silent: set[str] = set()  # servers that left a run waiting: a sweep's later jobs do not wait
 
 
@@ -94,6 +95,7 @@ def wandb_run(
         dir=str(job.folder),
         reinit="finish_previous",
     )
+    opened.add(Path(run.settings.sync_dir).name)
 
     def define_axis(axis: str, pattern: str) -> None:
         run.define_metric(axis)

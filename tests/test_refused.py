@@ -6,6 +6,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from scripts import call, status_of, tiny_job
 
+from specdec.errors import ConfigError
 from specdec.experiments import acceptance, pretrain
 
 
@@ -55,6 +56,57 @@ def test_a_folder_that_was_there_stays_as_it_was(base, tmp_path, monkeypatch):
     argv = [*base, f"hydra.run.dir={tmp_path}/run", "propose.num_draft_tokens=-1"]
     assert call(acceptance.main, argv, monkeypatch) == 1
     assert tree(tmp_path) == before
+
+
+def test_a_folder_named_by_way_of_one_that_is_not_there(base, tmp_path, monkeypatch):
+    """Nothing but a record and a logger's folder lies in it, as a refused run would leave it."""
+    log = tmp_path / "run" / "wandb" / "offline-run-1"
+    log.mkdir(parents=True)
+    (log / "rows").write_text("of an earlier run\n")
+    (tmp_path / "run" / "status.json").write_text("of an earlier run\n")
+    before = tree(tmp_path / "run")
+    argv = [*base, f"hydra.run.dir={tmp_path}/new/../run", "propose.num_draft_tokens=-1"]
+    assert call(acceptance.main, argv, monkeypatch) == 1
+    assert tree(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["hydra.run.dir={}/file"], "file: File exists"),
+        (["hydra.run.dir={}/file/run"], "file/run: Not a directory"),
+        (["hydra.run.dir={}", "hydra.output_subdir=file"], "file: File exists"),
+        (["hydra.run.dir={}/run"], "propose.num_draft_tokens=-1 must be"),
+        (["hydra.run.dir={}/new", "hydra.output_subdir={}/a/b"], "propose.num_draft_tokens=-1"),
+        (["hydra.run.dir={}/${{nothing}}"], "Interpolation key 'nothing' not found"),
+    ],
+)
+@pytest.mark.filterwarnings("error:Callback")  # what Hydra does with a failure while looking
+def test_files_and_folders_in_the_way_stay(base, overrides, said, tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").write_text("mine\n")
+    (tmp_path / "run" / "multirun.yaml").mkdir(parents=True)
+    (tmp_path / "run" / "link").symlink_to("nowhere")
+    before = tree(tmp_path)
+    argv = [*base, "propose.num_draft_tokens=-1", *(text.format(tmp_path) for text in overrides)]
+    assert call(acceptance.main, argv, monkeypatch) == 1
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert tree(tmp_path) == before
+
+
+def test_the_log_of_another_process_stays(base, tmp_path, monkeypatch):
+    """One that began to write to the same folder after the refused one had looked at it."""
+    log = tmp_path / "run" / "wandb" / "offline-run-2"
+
+    def refused(cfg, folder, run_log):
+        log.mkdir(parents=True)
+        (log / "rows").touch()
+        raise ConfigError("no")
+
+    monkeypatch.setattr(acceptance, "run", refused)
+    assert call(acceptance.main, [*base, f"hydra.run.dir={tmp_path}/run"], monkeypatch) == 1
+    assert (log / "rows").exists()
 
 
 def test_a_run_that_began_to_write_keeps_its_record(base, tmp_path, monkeypatch, capfd):
