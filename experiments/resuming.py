@@ -1,16 +1,20 @@
 """`resume=RUN` on a command line brings the overrides that RUN was started with."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
+from specdec.errors import ConfigError
 from specdec.training.checkpoint import state_file
 
 ADDED = {OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
 LEFT_BEHIND = ("resume", "budget.stop_after_steps")  # of one session of a run
+FIX = "take it away and give the run's overrides on the command line"
 
 
 def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
@@ -20,7 +24,7 @@ def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
     stays as it is: the state itself says what it goes with.
 
     Raises:
-        ConfigError: the folder has no state to go on from.
+        ConfigError: the folder has no state to go on from, or its record is not a list of overrides.
     """
     given = {index: parsed for index, text in enumerate(arguments) if (parsed := _parse(text))}
     runs = [o for o in given.values() if o.key_or_group == "resume" and not o.is_sweep_override()]
@@ -30,7 +34,7 @@ def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
     record = state_file(str(run)).parent / ".hydra" / "overrides.yaml"
     if not record.is_file():
         return list(arguments)
-    old = {_key(parsed): parsed for text in OmegaConf.load(record) if (parsed := _parse(text))}
+    old = {_key(parsed): parsed for text in _read(record) if (parsed := _parse(text))}
     line = list(arguments)
     for index, override in given.items():
         before = old.pop(_key(override), None)
@@ -40,6 +44,16 @@ def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
     first = min(given)
     kept = [o.input_line for o in old.values() if o.key_or_group not in LEFT_BEHIND]
     return [*line[:first], *kept, *line[first:]]
+
+
+def _read(record: Path) -> list[str]:
+    try:
+        texts = OmegaConf.to_container(OmegaConf.load(record))
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{record} cannot be read; {FIX}") from error
+    if texts and not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise ConfigError(f"{record} is not a list of overrides; {FIX}")
+    return list(texts or ())
 
 
 def _parse(text: str) -> Override | None:

@@ -35,8 +35,10 @@ class CsvLog:
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= keep_until]
                 self._columns = list(reader.fieldnames or [])
+                if self._columns and "step" not in self._columns:
+                    raise ConfigError(f"{path} is no log of steps; move it away")
+                rows = [row for row in reader if _is_whole(row) and int(row["step"]) <= keep_until]
             self._write("w", rows)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -51,6 +53,11 @@ class CsvLog:
             if mode == "w":
                 writer.writeheader()
             writer.writerows(rows)
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """False for a row that was cut off while it was written."""
+    return None not in row.values() and row["step"].isdecimal()
 
 
 def bring_records(run: Path, folder: Path, names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from tiny_chat import write_chat_model
 
 from specdec.errors import ConfigError
 from specdec.experiments.resuming import with_overrides_of_run
+from specdec.experiments.training import CsvLog
 from specdec.training import loop
 from specdec.training.checkpoint import check_state
 from specdec.training.data import response, write_dataset
@@ -237,9 +238,34 @@ def test_a_damaged_state_is_told(train_mtp, part, monkeypatch, capfd):
     (part / "state.pt").write_bytes(whole[: len(whole) // 2])
     assert call(train_mtp.main, [f"resume={part}"], monkeypatch) == 1
     assert f"resume={part}: its state.pt is damaged" in capfd.readouterr().err
+    torch.save(torch.zeros(2), part / "state.pt")
+    with pytest.raises(ConfigError, match="is of an earlier version"):
+        check_state(part, {}, free=())
     (part / "state.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match="is damaged"):
         check_state(part, {}, free=())
+
+
+@pytest.mark.parametrize(
+    "content", [b"- [a\n  b: :", b"\xff\xfe\x00", b"- 1\n- null\n", b"a: 1\n", b"3"]
+)
+def test_a_damaged_record_of_the_overrides_is_told(content, tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "state.pt").touch()
+    (tmp_path / ".hydra" / "overrides.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"overrides.yaml (cannot be read|is not a list)"):
+        with_overrides_of_run([f"resume={tmp_path}"])
+
+
+def test_a_log_whose_last_row_was_cut_off(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text("step,loss\n1,0.5\n2,0.4\n3,0.3\n1")
+    CsvLog(path, keep_until=2).add({"step": 3, "loss": 0.2})
+    assert path.read_text().split() == ["step,loss", "1,0.5", "2,0.4", "3,0.2"]
+    path.write_text("my notes\nmine\n")
+    with pytest.raises(ConfigError, match=r"train.csv is no log of steps; move it away"):
+        CsvLog(path, keep_until=2)
+    assert path.read_text() == "my notes\nmine\n"
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -87,7 +87,7 @@ def _read(folder: str | Path, **keywords: Any) -> dict[str, Any]:
 
 
 def _settings(state: Mapping[str, Any], folder: str | Path) -> Settings:
-    if "settings" not in state:
+    if not isinstance(state, Mapping) or "settings" not in state:
         raise ConfigError(
             f"resume={folder}: its {STATE} is of an earlier version, which did not keep the run's "
             "settings; start a new run"
