@@ -24,7 +24,7 @@ def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
     stays as it is: the state itself says what it goes with.
 
     Raises:
-        ConfigError: the folder has no state to go on from, or its record is not a list of overrides.
+        ConfigError: the folder has no state to go on from, or its record is no list of overrides.
     """
     given = {index: parsed for index, text in enumerate(arguments) if (parsed := _parse(text))}
     runs = [o for o in given.values() if o.key_or_group == "resume" and not o.is_sweep_override()]

@@ -16,7 +16,9 @@ from specdec.models.batch import Cache, Draft, DraftOutput, Target, TargetOutput
 from specdec.models.llama import llama_target
 from specdec.propose.autoregressive import autoregressive
 from specdec.schedule import Request
+from specdec.state import Drafts, Verification
 from specdec.verify.delta import delta
+from specdec.verify.greedy import greedy
 from specdec.verify.gumbel import gumbel
 from specdec.verify.rejection import rejection
 
@@ -302,6 +304,28 @@ def test_a_proposer_that_drafts_too_much_is_named(target):
     engine.add(requests([PROMPT], max_tokens=9)[0])
     with pytest.raises(ConfigError, match="made 3 drafts a request, and K is at most 2"):
         engine.step()
+
+
+@pytest.mark.parametrize(
+    "kernels", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
+def test_records_of_other_dtypes_and_strides(target, kernels):
+    """What a proposer and a rule of one's own return need not be int64 and contiguous."""
+
+    def odd(tensor):
+        tensor = tensor.int()
+        return torch.stack((tensor, tensor + 1), -1)[..., 0]
+
+    def propose(*args, **keywords):
+        own = autoregressive(*args, **keywords)
+        return Drafts(odd(own.token_ids), odd(own.is_delta), odd(own.num_drafts))
+
+    def verify(dist, drafts, keys):
+        return Verification(*map(odd, greedy(dist, drafts, keys)))
+
+    asked = requests([PROMPT, [7]], max_tokens=4)
+    engine = tiny_engine(target, tiny_draft(target), propose, verify, eos=(), kernels=kernels)
+    assert ids(engine, asked) == ids(tiny_engine(target, eos=()), asked)
 
 
 def test_a_failed_step_leaks_nothing(target):

@@ -246,10 +246,10 @@ def post_update_(
     room = max_len[slots] - committed.num_tokens - 1
     going = (committed.num_committed > 0) & (committed.finish_reason == RUNNING)
     pending = torch.minimum(num_proposed.clamp(max=proposed), room).clamp(min=0) * going
-    padded = F.pad(drafts, (0, k - proposed), value=PLACEHOLDER)
+    padded = F.pad(drafts.to(draft_token_ids.dtype), (0, k - proposed), value=PLACEHOLDER)
     is_pending = torch.arange(k, device=slots.device)[None, :] < pending[:, None]
     draft_token_ids[slots] = torch.where(is_pending, padded, PLACEHOLDER)
-    draft_is_delta[slots] = F.pad(is_delta, (0, k - proposed), value=True)
+    draft_is_delta[slots] = F.pad(is_delta.to(torch.bool), (0, k - proposed), value=True)
     num_drafts[slots] = pending
     counts = (
         committed.num_committed,
