@@ -14,6 +14,7 @@ from specdec.runner import Outcome, Runner
 from specdec.schedule import Limits, Request, Requests, Sequence, check_plan
 from specdec.state import FinishReason, Plan, new_state
 from specdec.step import Model, Stages
+from specdec.values import CHECKS
 from specdec.verify import traits_of
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,8 @@ class Engine:
         return bool(self.waiting or self.running or self._flight)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError for an empty prompt, one as long as the context, unknown ids, or
-        penalties that are out of range or not reserved for."""
+        """Raises RequestError for an empty prompt, one as long as the context, unknown ids, numbers
+        that are out of range, or penalties that are not reserved for."""
         length, limit = len(request.prompt_ids), self.limits.max_model_len
         if length == 0:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -133,6 +134,10 @@ class Engine:
             )
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens={request.max_tokens} must be at least 1")
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            value, (is_valid, wanted) = getattr(request, name), CHECKS[f"sampling.{name}"]
+            if not is_valid(value):
+                raise RequestError(f"{name}={value} must be {wanted}")
         vocab_size = self.target.model.vocab_size
         worst = max(request.prompt_ids, key=lambda t: t if t >= 0 else vocab_size - t)
         if not 0 <= worst < vocab_size:

@@ -384,6 +384,12 @@ def test_abort_frees_at_once(target):
         (Request((1, 101)), "prompt token id 101 is outside the vocabulary of 101"),
         (Request((1, -4)), "prompt token id -4 is outside"),
         (Request((1,), max_tokens=0), "max_tokens=0 must be at least 1"),
+        (Request((1,), temperature=float("nan")), "temperature=nan must be a finite number"),
+        (Request((1,), temperature=-1.0), "temperature=-1.0 must be"),
+        (Request((1,), top_k=-5), "top_k=-5 must be"),
+        (Request((1,), top_p=float("nan")), "top_p=nan must be above 0 and at most 1"),
+        (Request((1,), min_p=1.5), "min_p=1.5 must be from 0 to 1"),
+        (Request((1,), seed=2**63), "must be a 64-bit integer"),
     ],
 )
 def test_bad_requests_are_refused(target, request_, message):
