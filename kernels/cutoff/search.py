@@ -13,14 +13,14 @@ EXCLUDED = {  # key_of(-inf)
 
 @triton.jit
 def key_of(x):
-    """int32 that order as the floats do (-0 below 0); an involution on the bits."""
+    """int32 that order as the floats do, both zeros as 0; an involution on all other bits."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True)
         key = (bits ^ ((bits >> 15) & 0x7FFF)).to(tl.int32)
     else:
         bits = x.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return key
+    return tl.where(key == -1, 0, key)  # -1 is what -0 gives
 
 
 @triton.jit

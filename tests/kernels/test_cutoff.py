@@ -143,6 +143,20 @@ def test_kernel_keeps_what_the_reference_keeps(dtype, vocab_size, width):
     check_filtered(logits, sampling, vocab_size)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (5, 0.3)])
+def test_zeros_of_either_sign_are_ties(dtype, top_k, top_p):
+    logits = torch.tensor([[0.0, -0.0] * 20, [-0.0, 0.0] * 20, [0.0, -1.0] * 20, [-0.0] * 40])
+    sampling = {
+        "temperature": torch.ones(4),
+        "top_k": torch.full((4,), top_k),
+        "top_p": torch.full((4,), top_p),
+        "min_p": torch.zeros(4),
+    }
+    found = check_filtered(logits.to(dtype), sampling, 40)
+    torch.testing.assert_close(found.lse.cpu().exp(), torch.tensor([40.0, 40.0, 20.0, 40.0]))
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [
