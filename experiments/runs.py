@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec.checks import flatten
 from specdec.errors import DataError, did_you_mean
 from specdec.experiments.jobs import STATUS, read_status
 
@@ -212,17 +213,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping by dotted keys; empty mappings are left out."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def short_paths(paths: Sequence[Path]) -> list[str]:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import traceback
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -174,6 +175,17 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping by dotted keys; empty mappings are left out."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def config_hash(config: dict[str, Any]) -> str:

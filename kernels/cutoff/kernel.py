@@ -33,7 +33,7 @@ from specdec.kernels.cutoff.search import (
     row_mass_key,
     value_of,
 )
-from specdec.kernels.row_stats.kernel import inverse_temperature
+from specdec.kernels.row_stats.kernel import inverse_temperature, top_of
 from specdec.kernels.row_stats.reference import RowStats, block_size
 
 CANDIDATES = 2048  # most that one program holds
@@ -97,9 +97,7 @@ def _select(
     at = row * num_blocks + block
     block_max = tl.load(block_max_ptr + at, mask=block < num_blocks, other=float("-inf"))
     block_sum = tl.load(block_sum_ptr + at, mask=block < num_blocks, other=0.0)
-    is_nan = tl.max((block_max != block_max).to(tl.int32)) == 1
-    top = tl.max(tl.where(block_max == block_max, block_max, float("-inf")))
-    finite = (top > float("-inf")) & (top < float("inf")) & (is_nan == 0)
+    top, is_nan, finite = top_of(block_max)
     lowest = tl.min(tl.where(block_max == top, block, BLOCKS))
     near = lowest * BLOCK + tl.arange(0, BLOCK)
     around = tl.load(logits_ptr + near, mask=near < vocab_size, other=float("-inf"))

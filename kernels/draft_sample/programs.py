@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.categorical.kernel import first_past, pick_block
 from specdec.kernels.philox.kernel import key_uniform
-from specdec.kernels.row_stats.kernel import inverse_temperature
+from specdec.kernels.row_stats.kernel import inverse_temperature, top_of
 
 
 @triton.jit
@@ -59,9 +59,7 @@ def greedy(
         x = tl.load(logits_ptr + id, mask=id < vocab_size, other=float("-inf")).to(tl.float32)
         where = tl.where(x > best, first, where)
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
-    is_nan = tl.max((best != best).to(tl.int32)) == 1
-    top = tl.max(tl.where(best == best, best, float("-inf")))
-    finite = (top > float("-inf")) & (top < float("inf")) & (is_nan == 0)
+    top, _, finite = top_of(best)
     argmax = tl.min(tl.where(best == top, where + lane, vocab_size))
     _propose(row, tl.where(finite, argmax, 0), True, d2t_ptr, token_ptr, delta_ptr, MAPPED)
 
@@ -110,9 +108,7 @@ def draw(
     at = row * num_blocks + block
     tops = tl.load(block_max_ptr + at, mask=block < num_blocks, other=float("-inf"))
     sums = tl.load(block_sum_ptr + at, mask=block < num_blocks, other=0.0)
-    is_nan = tl.max((tops != tops).to(tl.int32)) == 1
-    top = tl.max(tl.where(tops == tops, tops, float("-inf")))
-    finite = (top > float("-inf")) & (top < float("inf")) & (is_nan == 0)
+    top, is_nan, finite = top_of(tops)
     anchor = tl.where(finite, top, 0.0)
     sums = tl.where(finite, sums * tl.exp((tops - anchor) * scale), 0.0)
     total = tl.sum(sums)

@@ -23,19 +23,22 @@ TILE = tl.constexpr(1024)  # requests looked at at once: many more compile for m
 
 
 @triton.jit
+def _ended(row, cu_num_logits_ptr, first, num_requests, SIZE: tl.constexpr):
+    """How many of the SIZE requests from `first` on end at or before a row."""
+    at = first + tl.arange(0, SIZE)
+    ends = tl.load(cu_num_logits_ptr + 1 + at, mask=at < num_requests, other=row + 1)
+    return tl.sum((ends <= row).to(tl.int64), axis=0)
+
+
+@triton.jit
 def owner_of(row, cu_num_logits_ptr, num_requests, REQUESTS: tl.constexpr):
     """`reference.row_requests` of one row."""
     if REQUESTS <= TILE:
-        at = tl.arange(0, REQUESTS)
+        owner = _ended(row, cu_num_logits_ptr, 0, num_requests, REQUESTS)
     else:
-        at = tl.arange(0, TILE)
-    ends = tl.load(cu_num_logits_ptr + 1 + at, mask=at < num_requests, other=row + 1)
-    owner = tl.sum((ends <= row).to(tl.int64), axis=0)
-    if REQUESTS > TILE:
+        owner = _ended(row, cu_num_logits_ptr, 0, num_requests, TILE)
         for first in range(TILE, num_requests, TILE):
-            inside = first + at < num_requests
-            ends = tl.load(cu_num_logits_ptr + 1 + first + at, mask=inside, other=row + 1)
-            owner += tl.sum((ends <= row).to(tl.int64), axis=0)
+            owner += _ended(row, cu_num_logits_ptr, first, num_requests, TILE)
     return tl.minimum(owner, num_requests - 1)
 
 
@@ -49,6 +52,15 @@ def temperature_of(
     else:
         temperature = tl.load(temperature_ptr + row)
     return temperature
+
+
+@triton.jit
+def top_of(maxima):
+    """The largest of a row's maxima but NaN, whether one is NaN, and whether the row is valid."""
+    is_nan = tl.max((maxima != maxima).to(tl.int32)) == 1
+    top = tl.max(tl.where(maxima == maxima, maxima, float("-inf")))
+    finite = (top > float("-inf")) & (top < float("inf")) & (is_nan == 0)
+    return top, is_nan, finite
 
 
 @triton.jit

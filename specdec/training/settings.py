@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specdec.checks import flatten
 from specdec.errors import ConfigError
 
 
@@ -15,15 +16,7 @@ class Settings(NamedTuple):
 
 def settings_of(config: Mapping[str, Any], contents: Mapping[str, str]) -> Settings:
     """Of a plain nested configuration."""
-    return Settings(dict(_flat(config, "")), dict(contents))
-
-
-def _flat(values: Mapping[str, Any], prefix: str):
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return Settings(flatten(config), dict(contents))
 
 
 def differences(saved: Settings, now: Settings) -> list[str]:
