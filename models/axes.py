@@ -1,4 +1,4 @@
-"""What differs between families of draft heads, as data (DESIGN.md section 6)."""
+"""What differs between families of draft heads, as data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What DeltaNet layers keep of each request, so that rejections leave no trace.
 
 A slot keeps one committed state and the inputs of the rows after it that a verifier may still
-reject (DESIGN.md section 7). The first row of a step is always a committed token, so the state is
+reject. The first row of a step is always a committed token, so the state is
 kept after it, and `window - 1` rows of inputs. At the next step the first position says how many of
 those rows were committed: they are folded into the state before the new rows run. Only positions
 are looked at, on the device.

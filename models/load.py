@@ -174,7 +174,7 @@ def load_draft(
             "auto": target_rows where a ranking lies beside a head without its own lm_head.
         num_draft_rows: with target_rows, how many of the stored ranking's first ids (None: all;
             with auto at most 8192, which costs 1% of acceptance and most of the head's time less).
-        axes: changes to the family's row of DESIGN.md section 6, or a whole row.
+        axes: changes to the family's row of `axes`, or a whole row.
 
     Raises:
         CheckpointError: no head, another family's, or a tensor that is missing, misshapen, unknown

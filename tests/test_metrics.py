@@ -1,4 +1,4 @@
-"""Acceptance numbers against hand-counted rounds (CASES.md M1) and known distributions."""
+"""Acceptance numbers against hand-counted rounds and known distributions."""
 
 import hashlib
 import json

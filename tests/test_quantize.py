@@ -18,6 +18,7 @@ from specdec.models.layers import linear, tree_leaves
 from specdec.models.load import load_target, open_checkpoint
 from specdec.models.quantize import Fp8Weight, quantising, stack_fp8, to_fp8
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 quantised = fp8_checkpoints  # a fixture: DeepSeek checkpoints in fp8 and what they stand for
 
 
@@ -70,9 +71,8 @@ def test_matrices_stack_at_block_borders_only():
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_linear_takes_it(rows, kernels):
     """In two and in three dimensions, few rows and many."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    weight = to_fp8(torch.randn(150, 200, device=device))
-    x, bias = torch.randn(rows, 2, 200, device=device), torch.randn(150, device=device)
+    weight = to_fp8(torch.randn(150, 200, device=DEVICE))
+    x, bias = torch.randn(rows, 2, 200, device=DEVICE), torch.randn(150, device=DEVICE)
     with using(kernels):
         out = linear(x, weight, bias)
     expected = x @ dequantise(*weight).T + bias
@@ -165,9 +165,8 @@ def test_torchao_is_asked_for_by_name(kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.gpu)])
 def test_torchao(kind):
     pytest.importorskip("torchao")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = small_shape("llama") | {"hidden_size": 256, "intermediate_size": 512}
-    place = {"device": device, "dtype": torch.bfloat16}
+    place = {"device": DEVICE, "dtype": torch.bfloat16}
     plain = random_target(settings, **place)
     target = random_target(settings, **place, quantize=kind)
     layer = target.params.layers[0]
