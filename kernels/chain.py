@@ -55,3 +55,16 @@ def ask_for(address):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def ask_for_bytes(address, size):
+    """As `ask_for`, `size` bytes from each address on: both whole multiples of 16."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

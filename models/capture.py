@@ -8,10 +8,12 @@ from torch import Tensor
 
 from specdec.errors import CheckpointError
 from specdec.models.batch import TargetOutput
+from specdec.models.layers import Product, made
 
-Block = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Block = Callable[[Tensor | Product, Tensor | None], tuple[Tensor | Product, Tensor]]
 # (hidden, residual or None before the first block) -> (hidden, residual); their sum is the output
-FinalNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # to (normed, summed)
+FinalNorm = Callable[[Tensor | Product, Tensor | None], tuple[Tensor, Tensor]]
+# to (normed, summed)
 
 
 def run_stack(
@@ -31,6 +33,7 @@ def run_stack(
     streams: dict[int, Tensor] = {}
     for index, block in enumerate(blocks):
         if index in capture:
+            hidden = made(hidden)
             hidden, residual = hidden if residual is None else hidden + residual, None
             streams[index] = hidden
         hidden, residual = block(hidden, residual)

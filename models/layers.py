@@ -12,12 +12,14 @@ from torch import Tensor
 from specdec.kernels.add_norm import reference as norms
 from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.few_rows.plan import Plan, plan_for
+from specdec.kernels.few_rows.reference import Normed
 from specdec.kernels.gated_act.reference import gated_act
 from specdec.kernels.rotary.reference import rotary_tables
 from specdec.kernels.runtime import uses_triton
 from specdec.models.quantize import Fp8Weight, is_quantised, quantised, quantised_linear
 
 PACKED_MIN_ROWS = 4  # packed products of 1 to 3 rows are no faster than of 4
+WIDE = (torch.bfloat16, torch.float32)  # types whose range a stream times a norm's weight stays in
 
 
 class Rotary(NamedTuple):
@@ -27,8 +29,19 @@ class Rotary(NamedTuple):
     sin: Tensor  # [..., 1, D], negated in the first half
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Product(NamedTuple):
+    """A product that its reader makes, and may end in what comes next: x @ weight.T + bias."""
+
+    x: Tensor | Normed  # [..., in]
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+    plan: Plan
+
+
+def linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: [..., in] times [out, in] (plain or from `pack`) gives [..., out]."""
+    if isinstance(x, Normed):
+        return made(product(x, weight, bias))
     if isinstance(weight, Fp8Weight):
         return quantised_linear(x, weight, bias)
     if weight.is_mkldnn:
@@ -42,6 +55,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
         return few_rows(x, weight, bias, plan)
     return F.linear(x, weight, bias)
+
+
+def product(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
+    """`linear`, left to its reader where the few-row kernel takes it."""
+    rows = x.rows if isinstance(x, Normed) else x
+    if rows.dtype in WIDE and (plan := _few_rows_plan(rows, weight)) is not None:
+        return Product(x, weight, bias, plan)
+    if isinstance(x, Normed):
+        x = (x.rows * x.scale()).to(rows.dtype)
+    return linear(x, weight, bias)
+
+
+def made(x: Tensor | Product) -> Tensor:
+    """The result of a product; a tensor is one."""
+    if isinstance(x, Tensor):
+        return x
+    from specdec.kernels.few_rows.kernel import few_rows
+
+    return few_rows(*x)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -77,23 +109,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = Fals
 
 
 def add_rms_norm(
-    hidden: Tensor,
+    hidden: Tensor | Product,
     residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
     *,
     zero_centred: bool = False,
-) -> tuple[Tensor, Tensor]:
+    reader: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor | Normed, Tensor]:
     """What a sub-block reads, and the residual stream [..., H] that it adds to.
 
     Args:
         hidden: the output of the sub-block before.
         residual: the stream before that; None at its start, where `hidden` is the stream.
         weight: of the norm, see `rms_norm`; None takes the stream as it is.
+        reader: the matrix of the only product that reads the norm, `gated` that of a `gated_part`;
+            where the few-row kernel takes both that and `hidden`, the norm is a `Normed`. None: it
+            is a tensor. Not for a norm that is `zero_centred`.
 
     Returns:
         (normed, summed) with summed = hidden + residual.
     """
+    in_stream = residual is not None and weight is not None and residual.is_contiguous()
+    if in_stream and isinstance(hidden, Product) and _takes(residual, reader, gated=gated):
+        from specdec.kernels.few_rows.kernel import few_rows_add_norm
+
+        x, matrix, bias, plan = hidden
+        return few_rows_add_norm(x, matrix, bias, residual, weight, eps, plan)
+    hidden = made(hidden)
     if weight is None:
         summed = hidden if residual is None else hidden + residual
         return summed, summed
@@ -146,18 +190,24 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def gated_mlp(
-    hidden: Tensor,
+    hidden: Tensor | Normed,
     gate_up: Tensor,
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """A feed-forward part [..., H] -> [..., H]: `linear`, `swiglu`, `linear`."""
-    if (plan := _few_rows_plan(hidden, gate_up, gated=True)) is not None:
+    """A feed-forward part [..., H] -> [..., H]: `gated_part`, `linear`."""
+    return linear(gated_part(hidden, gate_up, gate_up_bias), down, down_bias)
+
+
+def gated_part(hidden: Tensor | Normed, gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`swiglu` of a product: [..., H] times [2 I, H] gives [..., I]."""
+    rows = hidden.rows if isinstance(hidden, Normed) else hidden
+    if (plan := _few_rows_plan(rows, gate_up, gated=True)) is not None:
         from specdec.kernels.few_rows.kernel import few_rows_gated
 
-        return linear(few_rows_gated(hidden, gate_up, gate_up_bias, plan), down, down_bias)
-    return linear(swiglu(linear(hidden, gate_up, gate_up_bias)), down, down_bias)
+        return few_rows_gated(hidden, gate_up, bias, plan)
+    return swiglu(linear(hidden, gate_up, bias))
 
 
 def map_tree(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -175,6 +225,10 @@ def tree_leaves(tree: Any) -> list[Tensor]:
     leaves: list[Tensor] = []
     map_tree(lambda tensor: leaves.append(tensor) or tensor, tree)
     return leaves
+
+
+def _takes(x: Tensor, reader: Tensor | None, *, gated: bool) -> bool:
+    return reader is not None and _few_rows_plan(x, reader, gated=gated) is not None
 
 
 def _few_rows_plan(x: Tensor, weight: Any, *, gated: bool = False) -> Plan | None:

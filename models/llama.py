@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec.models import layers
 from specdec.models.batch import Target
 from specdec.models.decoder import (
     AttentionFn,
@@ -18,7 +17,7 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Rotary, add_rms_norm, linear, pack
+from specdec.models.layers import Product, Rotary, add_rms_norm, gated_part, pack, product
 from specdec.models.paged import rotate_and_attend
 
 
@@ -45,29 +44,30 @@ class LlamaLayer(NamedTuple):
 def llama_layer(
     layer: LlamaLayer,
     config: LlamaConfig,
-    hidden: Tensor,
+    hidden: Tensor | Product,
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
     attention_input: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Product, Tensor]:
     """One pre-norm block over [..., H]; the block's output is hidden + residual.
 
     `residual` is None before the first block. With `input_norm` None the block's input is used
     un-normed (Eagle's first layer). `attention_input` replaces what feeds q, k and v, at whatever
     width the layer's are (Eagle-3's first layer).
     """
-    hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
+    eps = config.rms_norm_eps
+    normed, residual = add_rms_norm(hidden, residual, layer.input_norm, eps, reader=layer.qkv)
     if attention_input is not None:
-        hidden = attention_input
-    qkv = linear(hidden, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
-    out = rotate_and_attend(attention, qkv, rotation, config.num_heads)
-    out = linear(out.flatten(-2), layer.out, layer.out_bias)
-    hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
-    hidden = layers.gated_mlp(
-        hidden, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias
+        normed = attention_input
+    qkv = product(normed, layer.qkv, layer.qkv_bias)
+    out = rotate_and_attend(attention, qkv, rotation, config.num_heads, config.head_dim)
+    out = product(out.flatten(-2), layer.out, layer.out_bias)
+    normed, residual = add_rms_norm(
+        out, residual, layer.post_norm, eps, reader=layer.gate_up, gated=True
     )
-    return hidden, residual
+    inner = gated_part(normed, layer.gate_up, layer.gate_up_bias)
+    return product(inner, layer.down, layer.down_bias), residual
 
 
 def pack_layer(layer: LlamaLayer) -> LlamaLayer:

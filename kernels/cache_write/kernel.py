@@ -16,7 +16,7 @@ from specdec.kernels.runtime import interpreting
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, EXACT: tl.constexpr):
+def rounded(x, dtype: tl.constexpr, EXACT: tl.constexpr):
     """fp32 in another type, to nearest even; the interpreter would cut the bits of bf16 off."""
     if EXACT:
         bits = x.to(tl.int32, bitcast=True)
@@ -71,13 +71,13 @@ def _cache_write(
         for_query = tl.load(query_norm_ptr + dim, mask=dim < D, other=0.0).to(tl.float32)[None, :]
         for_key = tl.load(key_norm_ptr + dim, mask=dim < D, other=0.0).to(tl.float32)[None, :]
         a = a * scale * tl.where(is_query, for_query, for_key)
-        a = _rounded(a, dtype, EXACT).to(tl.float32)
+        a = rounded(a, dtype, EXACT).to(tl.float32)
         for_query = tl.load(query_norm_ptr + partner, mask=dim < D, other=0.0)[None, :]
         for_key = tl.load(key_norm_ptr + partner, mask=dim < D, other=0.0)[None, :]
         weight = tl.where(is_query, for_query.to(tl.float32), for_key.to(tl.float32))
-        b = _rounded(b * scale * weight, dtype, EXACT).to(tl.float32)
-    first = _rounded(a * cos[None, :], dtype, EXACT).to(tl.float32)
-    rotated = _rounded(first + b * sin[None, :], dtype, EXACT)
+        b = rounded(b * scale * weight, dtype, EXACT).to(tl.float32)
+    first = rounded(a * cos[None, :], dtype, EXACT).to(tl.float32)
+    rotated = rounded(first + b * sin[None, :], dtype, EXACT)
     tl.store(
         query_ptr + (row * HQ + head)[:, None] * D + dim[None, :], rotated, mask=is_query & is_dim
     )

@@ -17,7 +17,7 @@ MIN_COLS, MIN_WIDTH = 64, 512  # of the matrix, below which there is nothing to 
 class Plan(NamedTuple):
     """How one product is cut."""
 
-    cols: int  # outputs of a program (gated: of each half)
+    cols: int  # outputs of a program (gated: of each half), 16 or more
     step: int  # of the summed dimension, in one iteration
     split: int  # programs that share an output
     warps: int
@@ -33,9 +33,9 @@ Table = tuple[tuple[float, float, Plan | None], ...]
 ANY = float("inf")
 ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
-SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, overlap=False)
+SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, late=True)
 DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
-GATE_UP = Plan(cols=32, step=64, split=1, warps=4, stages=6, late=True)
+GATE_UP = Plan(cols=56, step=128, split=1, warps=4, stages=3, late=True)  # 256 programs, all at once
 # Small products take less time than launches do: most of the weights are held when the rows come.
 SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
@@ -46,12 +46,18 @@ PRODUCTS: dict[int, Table] = {
         (1024, 1280, SMALL),
         (1024, 2048, SMALL._replace(split=3)),
         (2048, ANY, None),
-        (4096, 4096, SQUARE),
+        (4096, 4096, SQUARE._replace(ahead=4)),
         (4096, 14336, DOWN),
-        (6144, 4096, SQUARE),
+        (6144, 8192, SQUARE),
         *OTHERS,
     ),
-    32: ((512, 4096, ROUTER), *OTHERS),
+    32: (
+        (512, 4096, ROUTER),
+        (2048, ANY, None),
+        (4096, 4096, SQUARE._replace(overlap=False, late=False)),
+        (4096, 14336, DOWN._replace(warps=8)),
+        *OTHERS,
+    ),
 }
 GATED: dict[int, Table] = {
     16: (
@@ -60,6 +66,7 @@ GATED: dict[int, Table] = {
         (14336, 4096, GATE_UP),
         (ANY, ANY, None),
     ),
+    32: ((2048, ANY, None), (14336, 4096, GATE_UP), (ANY, ANY, None)),
 }
 
 

@@ -1,21 +1,86 @@
-"""Products of few rows with a large matrix, in plain torch."""
+"""Products of few rows with a large matrix, and what may end one: in plain torch."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.gated_act.reference import gated_act
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias: [..., K] times [N, K] gives [..., N]."""
-    return F.linear(x, weight, bias)
+class Normed(NamedTuple):
+    """An RMS norm whose division is left to the products that read it.
+
+    A row's norm is rows / sqrt(mean square + eps): a factor of a product's whole row, so that who
+    makes `rows` need not have seen all of the stream.
+    """
+
+    rows: Tensor  # [..., H] the stream times the norm's weight, rounded
+    squares: Tensor  # [n, T] fp32: the sum over n is a row's sum of squares of the stream
+    eps: float
+
+    def scale(self) -> Tensor:
+        """[..., 1] fp32 that the rows are still to be multiplied by."""
+        *leading, size = self.rows.shape
+        return torch.rsqrt(self.squares.sum(0) / size + self.eps).view(*leading, 1)
 
 
-def few_rows_gated(x: Tensor, gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+class HeadRows(NamedTuple):
+    """Where a product of query, key and value heads leaves them, rotated: see `cache_write_`."""
+
+    key_cache: Tensor  # [num_blocks, block_size, Hkv, D]
+    value_cache: Tensor  # [num_blocks, block_size, Hkv, D]
+    cos: Tensor  # [T, 1, D]
+    sin: Tensor  # [T, 1, D], negated in its first half
+    slot_mapping: Tensor  # [T]
+
+
+def few_rows(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias: [..., K] times [N, K] gives [..., N], summed in fp32."""
+    rows, scale = (x.rows, x.scale()) if isinstance(x, Normed) else (x, 1.0)
+    out = rows.float() @ weight.float().T * scale
+    return (out if bias is None else out + bias.float()).to(rows.dtype)
+
+
+def few_rows_gated(x: Tensor | Normed, gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up of the product [..., 2 N] = [gate | up]: [..., K] to [..., N].
 
     The product and silu are rounded to the dtype, as they are where each is an op of its own.
     """
-    return gated_act(F.linear(x, gate_up, bias))
+    return gated_act(few_rows(x, gate_up, bias))
+
+
+def few_rows_add_norm(
+    x: Tensor | Normed,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+) -> tuple[Normed, Tensor]:
+    """The stream that a product [..., H] is added to, with its norm: (normed, summed).
+
+    Args:
+        residual: [..., H] the stream before.
+        norm: [H] the norm's weight.
+    """
+    summed = few_rows(x, weight, bias) + residual
+    stream = summed.float()
+    squares = stream.square().sum(-1).view(1, -1)
+    return Normed((stream * norm.float()).to(summed.dtype), squares, eps), summed
+
+
+def few_rows_heads(
+    x: Tensor | Normed, weight: Tensor, bias: Tensor | None, heads: HeadRows
+) -> Tensor:
+    """The product of query, key and value heads: keys and values are stored, [T, Hq, D] returned.
+
+    Args:
+        weight: [(Hq + 2 Hkv) * D, K].
+    """
+    keys, values, cos, sin, slots = heads
+    qkv = few_rows(x, weight, bias).unflatten(-1, (-1, keys.shape[-1]))
+    return cache_write.cache_write_(keys, values, qkv, cos, sin, slots)

@@ -56,6 +56,78 @@ def test_product_with_its_activation(num_rows, inner, width, split, held, dtype)
         close(ours, reference.few_rows_gated(x, weight, own))
 
 
+def normed(num_rows, width, dtype):
+    """A stream, and its norm in parts as a product of three tiles would leave it."""
+    stream, _, weight = inputs(num_rows, width, width, dtype)
+    parts = torch.stack([part.float().square().sum(-1) for part in stream.split(width // 2, -1)])
+    return stream, weight, reference.Normed((stream * weight).to(dtype), parts, 1e-5)
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("cols", [16, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_divided_by_its_readers(dtype, cols, split):
+    """A product of `Normed` rows is that of the rows normed before."""
+    from specdec.kernels.add_norm.reference import rms_norm
+    from specdec.kernels.few_rows import kernel
+
+    plan = SMALL._replace(cols=cols, split=split)
+    stream, norm, x = normed(5, 90, dtype)
+    whole = rms_norm(stream, norm, 1e-5)
+    _, weight, bias = inputs(1, 37, 90, dtype)
+    close(kernel.few_rows(x, weight, bias, plan), reference.few_rows(x, weight, bias))
+    close(reference.few_rows(x, weight, bias), reference.few_rows(whole, weight, bias))
+    _, weight, bias = inputs(1, 2 * 23, 90, dtype)
+    ours = kernel.few_rows_gated(x, weight, bias, plan)
+    close(ours, reference.few_rows_gated(x, weight, bias))
+    close(ours, reference.few_rows_gated(whole, weight, bias))
+
+
+@pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 16), (5, 37), (17, 50)])
+@pytest.mark.parametrize(("split", "held"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_and_norm_at_its_end(num_rows, num_cols, split, held, dtype):
+    from specdec.kernels.add_norm.reference import rms_norm
+    from specdec.kernels.few_rows import kernel
+
+    x, weight, bias = inputs(num_rows, num_cols, 90, dtype)
+    residual, _, norm = inputs(num_rows, num_cols, num_cols, dtype)
+    plan = SMALL._replace(split=split, held=held, cols=16 if split == 1 else 11)
+    for own, rows in ((bias, x), (None, normed(num_rows, 90, dtype)[2])):
+        ours, summed = kernel.few_rows_add_norm(rows, weight, own, residual, norm, 1e-5, plan)
+        want, want_summed = reference.few_rows_add_norm(rows, weight, own, residual, norm, 1e-5)
+        close(summed, want_summed)
+        close(ours.rows, want.rows)
+        close(ours.squares.sum(0, keepdim=True), want.squares)
+        close((ours.rows * ours.scale()).to(dtype), rms_norm(summed, norm, 1e-5))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_at_its_end(dtype, split):
+    """Rotated queries, and a cache in which nothing but the rows' slots has changed."""
+    from specdec.kernels.few_rows import kernel
+
+    num_heads, num_kv_heads, dim = 3, 2, 20
+    x, weight, bias = inputs(5, (num_heads + 2 * num_kv_heads) * dim, 90, dtype)
+    angle = torch.randn(5, 1, dim // 2)
+    cos = torch.cat([angle.cos()] * 2, -1).to(DEVICE, dtype)
+    sin = torch.cat([-angle.sin(), angle.sin()], -1).to(DEVICE, dtype)
+    slots = torch.tensor([7, 2, 11, 0, 5], device=DEVICE)
+    for own, rows in ((bias, x), (None, normed(5, 90, dtype)[2])):
+        sides = []
+        for op, plan in ((kernel, [SMALL._replace(split=split)]), (reference, [])):
+            keys, values = torch.full((2, 3, 4, num_kv_heads, dim), 7.0, dtype=dtype, device=DEVICE)
+            heads = reference.HeadRows(keys, values, cos, sin, slots)
+            query = op.few_rows_heads(rows, weight, own, heads, *plan)
+            sides.append((query, keys, values))
+        for ours, want in zip(*sides, strict=True):
+            close(ours, want)
+        for ours in sides[0][1:]:
+            unused = [slot for slot in range(12) if slot not in slots.tolist()]
+            assert (ours.view(12, num_kv_heads, dim)[unused] == 7).all()
+
+
 def test_strided_rows_and_leading_dimensions():
     from specdec.kernels.few_rows import kernel
 
@@ -164,22 +236,39 @@ def test_overlapped_chain_equals_one_by_one(features):
         assert torch.equal(out, expected)
 
 
-def compiled(num_cols, width, gated, plan, num_rows=None):
-    """The kernel as it is launched for 2 to 16 rows, or for `num_rows` as a constant."""
-    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")
-    signature = dict.fromkeys(pointers, "*bf16") | {"partial_ptr": "*fp32", "arrived_ptr": "*i32"}
+def compiled(num_cols, width, gated, plan, num_rows=None, ending=""):
+    """The kernel as it is launched for 2 to 16 rows, or for `num_rows` as a constant.
+
+    Args:
+        ending: letters of what the product has besides: n its rows are a `Normed`, s it is added to
+            a stream, h it makes heads of 128.
+    """
+    kinds = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    optional = {"bias_ptr": "", "partial_ptr": "*fp32", "arrived_ptr": "*i32"}
+    if plan.split == 1:
+        optional |= {"partial_ptr": "", "arrived_ptr": ""}
+    optional |= {"squares_ptr": "*fp32" if "n" in ending else ""}
+    for name in ("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr"):
+        optional[name] = ("*fp32" if name == "sums_ptr" else "*bf16") if "s" in ending else ""
+    for name in ("key_cache_ptr", "value_cache_ptr", "cos_ptr", "sin_ptr", "slots_ptr"):
+        optional[name] = ("*i64" if name == "slots_ptr" else "*bf16") if "h" in ending else ""
+    heads = num_cols // 128 if "h" in ending else 3
+    cols = max(16, plan.cols // 2) if "h" in ending else plan.cols
     constants = {
-        "X_STRIDE": width,
-        "N": num_cols, "K": width, "ROWS": 16, "COLS": plan.cols, "STEP": plan.step,
+        **{name: None for name, kind in optional.items() if not kind},
+        "X_STRIDE": width, "N": num_cols // 2 if "h" in ending else num_cols, "K": width,
+        "ROWS": 16, "COLS": cols, "BLOCK": 1 << (cols - 1).bit_length(), "STEP": plan.step,
         "SPLIT": plan.split, "AHEAD": plan.ahead, "HELD": plan.held, "LATE": plan.late,
-        "GATED": gated, "BIASED": False, "UPCAST": False, "OVERLAP": plan.overlap,
+        "GATED": gated, "SQUARES": 128, "HALF": 64, "HQ": heads // 3 * 2, "HKV": heads // 6,
+        "UPCAST": False, "EXACT": False, "OVERLAP": plan.overlap,
     }  # fmt: skip
+    signature = kinds | {name: kind for name, kind in optional.items() if kind} | {"eps": "fp32"}
     if num_rows is None:
         signature["num_rows"] = "i32"
     else:
         constants["num_rows"] = num_rows
     return Compile(
-        "specdec.kernels.few_rows.kernel", "_few_rows", signature, constants,
+        "specdec.kernels.few_rows.program", "few_rows_program", signature, constants,
         plan.warps, plan.stages,
     )  # fmt: skip
 
@@ -263,6 +352,9 @@ def test_compiles_for_sm90():
         (6144, 4096, False, some),
         (6144, 4096, False, some._replace(late=True), 1),
         (14336, 4096, True, some._replace(split=1, cols=16)),
+        (14336, 4096, True, some._replace(split=1, cols=56), None, "n"),
+        (4096, 4096, False, some._replace(late=True), None, "s"),
+        (6144, 4096, False, some._replace(late=True), None, "nh"),
         (1000, 576, False, FALLBACK),
     ]
     planned = {
@@ -278,9 +370,9 @@ def test_compiles_for_sm90():
         assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
         assert "mma.sync" in result.ptx
     for cut, result in zip(cuts, results[: len(cuts)], strict=True):
-        wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async"))
+        wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async.cg"))
         assert wait < copies
-        assert ("prefetch.global.L2" in result.ptx[:wait]) == (cut[3].ahead > 0)
+        assert ("bulk.prefetch.L2" in result.ptx[:wait]) == (cut[3].ahead > 0)
         assert ("ld.global" in result.ptx[:wait]) == (cut[3].held > 0)  # weights, not activations
         assert "st.shared" not in result.ptx[:copies]  # nothing waits for what is held
         trigger = result.ptx.index("griddepcontrol.launch_dependents")
