@@ -17,7 +17,7 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Product, Rotary, add_rms_norm, gated_part, pack, product
+from specdec.models.layers import Product, Rotary, add_rms_norm, gated_part, linear, pack, product
 from specdec.models.paged import rotate_and_attend
 
 
@@ -60,8 +60,8 @@ def llama_layer(
     normed, residual = add_rms_norm(hidden, residual, layer.input_norm, eps, reader=layer.qkv)
     if attention_input is not None:
         normed = attention_input
-    qkv = product(normed, layer.qkv, layer.qkv_bias)
-    out = rotate_and_attend(attention, qkv, rotation, config.num_heads, config.head_dim)
+    qkv = linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    out = rotate_and_attend(attention, qkv, rotation, config.num_heads)
     out = product(out.flatten(-2), layer.out, layer.out_bias)
     normed, residual = add_rms_norm(
         out, residual, layer.post_norm, eps, reader=layer.gate_up, gated=True

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.cache_write.reference import HeadNorms, split_and_rotate, write_rows_
-from specdec.kernels.few_rows.reference import HeadRows
 from specdec.kernels.paged_attention.reference import (
     FoldedGroups,
     fold_groups,
@@ -17,7 +16,7 @@ from specdec.kernels.paged_attention.reference import (
 )
 from specdec.kernels.runtime import uses_triton
 from specdec.models.batch import Batch
-from specdec.models.layers import Product, Rotary, made
+from specdec.models.layers import Rotary
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 # (query [..., Hq, D], key [..., Hkv, D], value [..., Hkv, Dv]) -> [..., Hq, Dv]
@@ -98,31 +97,20 @@ class PagedAttention(NamedTuple):
 
 def rotate_and_attend(
     attention: AttentionFn,
-    qkv: Tensor | Product,
+    qkv: Tensor,
     rotation: Rotary,
     num_heads: int,
-    head_dim: int,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Query, key and value heads [..., (Hq + 2 Hkv) * D] -> [..., Hq, D].
+    """Query, key and value heads [..., Hq + 2 Hkv, D] -> [..., Hq, D].
 
     Queries and keys are normed, where there are norms, and rotated. Where the attention is paged
-    and runs on the kernels, one launch does that and stores keys and values: the product's own, if
-    it is not made yet and there are no norms.
+    and runs on the kernels, one launch does that and stores keys and values.
     """
-    if not isinstance(attention, PagedAttention) or not isinstance(attention.rows, PagedRows):
-        heads = made(qkv).unflatten(-1, (-1, head_dim))
-        return attention(*split_and_rotate(heads, rotation.cos, rotation.sin, num_heads, norms))
-    keys, values, slots, rows, scale, _ = attention
-    assert values is not None
-    if isinstance(qkv, Product) and norms is None:
-        from specdec.kernels.few_rows.kernel import few_rows_heads
-
-        heads = HeadRows(keys, values, rotation.cos, rotation.sin, slots)
-        query = few_rows_heads(qkv.x, qkv.weight, qkv.bias, heads, qkv.plan)
-    else:
+    if isinstance(attention, PagedAttention) and isinstance(attention.rows, PagedRows):
         from specdec.kernels.cache_write.kernel import cache_write_
 
-        heads = made(qkv).unflatten(-1, (-1, head_dim))
-        query = cache_write_(keys, values, heads, rotation.cos, rotation.sin, slots, norms)
-    return attend(query, keys, values, rows, scale)
+        keys, values, slots, rows, scale, _ = attention
+        query = cache_write_(keys, values, qkv, rotation.cos, rotation.sin, slots, norms)
+        return attend(query, keys, values, rows, scale)
+    return attention(*split_and_rotate(qkv, rotation.cos, rotation.sin, num_heads, norms))

@@ -74,9 +74,9 @@ def qwen3_block(
     hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
     if attention_input is not None:
         hidden = attention_input
-    qkv = linear(hidden, layer.qkv, layer.qkv_bias)
+    qkv = linear(hidden, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
     norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
-    out = rotate_and_attend(attention, qkv, rotation, config.num_heads, config.head_dim, norms)
+    out = rotate_and_attend(attention, qkv, rotation, config.num_heads, norms)
     out = linear(out.flatten(-2), layer.out, layer.out_bias)
     hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
     return feed_forward(layer.mlp, hidden), residual

@@ -84,37 +84,26 @@ def test_attention_without_pages_sees_rotated_heads(norms):
     qkv = torch.randn(2, 3, 8, 6)
     rotation = Rotary(torch.randn(2, 3, 1, 6), torch.randn(2, 3, 1, 6))
     weights = HeadNorms(torch.randn(6), torch.randn(6), 1e-6) if norms else None
-    seen = rotate_and_attend(lambda *heads: heads, qkv.flatten(-2), rotation, 4, 6, weights)
+    seen = rotate_and_attend(lambda *heads: heads, qkv, rotation, 4, weights)
     expected = split_and_rotate(qkv, rotation.cos, rotation.sin, 4, weights)
     assert [heads.shape[-2] for heads in seen] == [4, 2, 2]
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
     assert torch.equal(seen[2], qkv[..., 6:, :])
     if not norms:
         still = Rotary(torch.ones(6), torch.zeros(6))
-        query = rotate_and_attend(lambda q, k, v: q, qkv.flatten(-2), still, 4, 6)
-        assert torch.equal(query, qkv[..., :4, :])
+        assert torch.equal(rotate_and_attend(lambda q, k, v: q, qkv, still, 4), qkv[..., :4, :])
 
 
 def test_products_end_in_what_follows_them(monkeypatch):
-    """Inside a stack of Llama blocks no launch but products and attention is left."""
+    """Inside a stack of Llama blocks no launch for norms is left."""
     from specdec.kernels.add_norm import kernel as add_norm
-    from specdec.kernels.cache_write import kernel as cache_write
     from specdec.kernels.few_rows.plan import Plan
     from specdec.models import layers
 
     plan = Plan(cols=16, step=32, split=2, warps=2, stages=2)
     monkeypatch.setattr(layers, "_can_pack", lambda dtype: False)  # as on a GPU
-    calls = {"norm": 0, "write": 0}
-
-    def counting(name, run):
-        def spy(*args, **keywords):
-            calls[name] += 1
-            return run(*args, **keywords)
-
-        return spy
-
-    monkeypatch.setattr(add_norm, "add_norm", counting("norm", add_norm.add_norm))
-    monkeypatch.setattr(cache_write, "cache_write_", counting("write", cache_write.cache_write_))
+    calls, norm = [], add_norm.add_norm
+    monkeypatch.setattr(add_norm, "add_norm", lambda *args: calls.append(1) or norm(*args))
     settings, config, layout = FAMILIES["llama"]
     settings = {**settings, "num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True}
     state = families.random_state(layout(config(settings)))
@@ -123,8 +112,8 @@ def test_products_end_in_what_follows_them(monkeypatch):
     monkeypatch.setattr(layers, "_few_rows_plan", lambda x, weight, gated=False: plan)
     with using("triton"):
         ours = outputs(target, 4)
-        assert calls == {"norm": 2 * 3, "write": 0}  # the first and the last of each pass
+        assert len(calls) == 2 * 3  # the first and the last of each pass
         again = outputs(target.capture((2,)), 4)
-        assert calls["norm"] == (2 + 3) * 3  # and that of a stream which somebody asked for
+        assert len(calls) == (2 + 3) * 3  # and that of a stream which somebody asked for
     assert families.relative_error(ours, expected) < 1e-4
     assert families.relative_error(again, expected) < 1e-4

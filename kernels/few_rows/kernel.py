@@ -12,7 +12,7 @@ them, always in the same order. Arrivals are counted in memory that every call f
 leaves at zero; calls on the same device must follow each other, as on one stream.
 
 A product may end in what follows it in a decoder layer, which then needs no launch of its own: the
-gated activation, the residual sum with its norm, or the rotation and cache write of heads.
+gated activation, or the residual sum and its norm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.kernels.add_norm.kernel import rows_of
 from specdec.kernels.chain import overlapped
 from specdec.kernels.few_rows.plan import Plan, product_plan
 from specdec.kernels.few_rows.program import few_rows_program
-from specdec.kernels.few_rows.reference import HeadRows, Normed
+from specdec.kernels.few_rows.reference import Normed
 from specdec.kernels.runtime import interpreting
 
 MAX_TILES = 1 << 16  # groups of outputs that programs can share
@@ -76,43 +76,10 @@ def few_rows_add_norm(
     plan = plan or _planned(rows, num_cols)
     out, summed = torch.empty_like(residual), torch.empty_like(residual)
     tiles, num_rows = triton.cdiv(num_cols, plan.cols), residual.numel() // num_cols
-    sums = residual.new_empty((tiles, num_rows), dtype=torch.float32)
+    sums = residual.new_empty((num_rows, tiles), dtype=torch.float32)
     stream = {"residual_ptr": residual, "norm_ptr": norm, "summed_ptr": summed, "sums_ptr": sums}
     _launch(x, weight, bias, out, num_cols, plan, **stream)
     return Normed(out, sums, eps), summed
-
-
-def few_rows_heads(
-    x: Tensor | Normed,
-    weight: Tensor,
-    bias: Tensor | None,
-    heads: HeadRows,
-    plan: Plan | None = None,
-) -> Tensor:
-    """As `reference.few_rows_heads`, for up to 64 rows; every tensor of `heads` contiguous."""
-    keys, values, cos, sin, slots = heads
-    rows, (num_kv_heads, head_dim) = _rows(x), keys.shape[-2:]
-    num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
-    out = rows.new_empty(*rows.shape[:-1], num_heads, head_dim)
-    plan = plan or _planned(rows, weight.shape[0])
-    plan = plan._replace(cols=max(plan.cols // 2, 16))  # of pairs
-    _launch(
-        x,
-        weight,
-        bias,
-        out,
-        weight.shape[0] // 2,
-        plan,
-        key_cache_ptr=keys,
-        value_cache_ptr=values,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        slots_ptr=slots,
-        HALF=head_dim // 2,
-        HQ=num_heads,
-        HKV=num_kv_heads,
-    )
-    return out
 
 
 def _rows(x: Tensor | Normed) -> Tensor:
@@ -130,7 +97,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    num_cols: int,  # outputs, of pairs as many as there are
+    num_cols: int,  # outputs
     plan: Plan,
     **ending: Any,  # what the product ends in: arguments of the program that are not these
 ) -> None:
@@ -138,10 +105,10 @@ def _launch(
     num_rows, width = rows.shape
     if not num_rows:
         return
-    tiles, paired = triton.cdiv(num_cols, plan.cols), "HALF" in ending or "GATED" in ending
+    tiles = triton.cdiv(num_cols, plan.cols)
     partial = arrived = None
     if plan.split > 1:
-        slabs = plan.split * (2 if paired else 1)
+        slabs = plan.split * (2 if "GATED" in ending else 1)
         partial = out.new_empty((slabs, num_rows, num_cols), dtype=torch.float32)
         arrived = _arrivals(out.device)
     squares, eps = (x.squares, x.eps) if isinstance(x, Normed) else (None, 0.0)
@@ -150,7 +117,6 @@ def _launch(
         "squares_ptr": squares,
         "eps": eps,
         **dict.fromkeys(("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr")),
-        **dict.fromkeys(("key_cache_ptr", "value_cache_ptr", "cos_ptr", "sin_ptr", "slots_ptr")),
         "num_rows": num_rows,
         "X_STRIDE": rows.stride(0),
         "N": num_cols,
@@ -164,8 +130,7 @@ def _launch(
         "HELD": plan.held if plan.held * plan.step * plan.split <= width else 0,
         "LATE": plan.late,
         "GATED": False,
-        "SQUARES": 1 if squares is None else squares.shape[0],
-        **dict.fromkeys(("HALF", "HQ", "HKV"), 1),
+        "SQUARES": 1 if squares is None else squares.shape[1],
         "UPCAST": low,
         "EXACT": low and rows.dtype == torch.bfloat16,
         "num_warps": plan.warps,

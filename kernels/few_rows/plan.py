@@ -35,7 +35,9 @@ ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
 SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, late=True)
 DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
-GATE_UP = Plan(cols=56, step=128, split=1, warps=4, stages=3, late=True)  # 256 programs, all at once
+GATE_UP = Plan(
+    cols=56, step=128, split=1, warps=4, stages=3, late=True
+)  # 256 programs, all at once
 # Small products take less time than launches do: most of the weights are held when the rows come.
 SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))

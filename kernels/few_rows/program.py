@@ -70,98 +70,44 @@ def _plus_bias(sums, bias_ptr, at, is_own):
 @triton.jit
 def _store_sum(
     out,  # [rows, outputs] fp32
-    residual_ptr,  # [num_rows, N]
-    norm_ptr,  # [N]
+    before,  # [rows, outputs] the stream
+    norm,  # [outputs] the norm's weight
     normed_ptr,  # [num_rows, N]
     summed_ptr,  # [num_rows, N]
-    sums_ptr,  # [tiles, num_rows]
+    sums_ptr,  # [num_rows, tiles]
     num_rows,
     place,  # [rows, outputs]
     row,
-    col,
     is_out,
-    N: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """The stream, its row times the norm's weight, and this tile's part of its squares."""
     dtype = summed_ptr.dtype.element_ty
-    before = tl.load(residual_ptr + place, mask=is_out, other=0.0).to(tl.float32)
-    summed = rounded(rounded(out, dtype, EXACT).to(tl.float32) + before, dtype, EXACT)
+    summed = rounded(
+        rounded(out, dtype, EXACT).to(tl.float32) + before.to(tl.float32), dtype, EXACT
+    )
     tl.store(summed_ptr + place, summed, mask=is_out)
     stream = tl.where(is_out, summed.to(tl.float32), 0.0)
-    norm = tl.load(norm_ptr + col, mask=col < N, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + place, rounded(stream * norm[None, :], dtype, EXACT), mask=is_out)
-    at = tl.program_id(0) * num_rows + row
+    normed = rounded(stream * norm.to(tl.float32)[None, :], dtype, EXACT)
+    tl.store(normed_ptr + place, normed, mask=is_out)
+    at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums_ptr + at, tl.sum(stream * stream, axis=1), mask=row < num_rows)
-
-
-@triton.jit
-def _store_heads(
-    first,  # [rows, pairs] fp32, dimension d of a head
-    second,  # [rows, pairs] fp32, dimension d + HALF
-    query_ptr,  # [num_rows, HQ, 2 * HALF]
-    key_cache_ptr,  # [num_slots, HKV, 2 * HALF]
-    value_cache_ptr,  # [num_slots, HKV, 2 * HALF]
-    cos_ptr,  # [num_rows, 2 * HALF]
-    sin_ptr,  # [num_rows, 2 * HALF], negated in the first half
-    slots_ptr,  # [num_rows]
-    num_rows,
-    row,
-    col,
-    is_out,
-    HALF: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Pairs rotated as `cache_write` does: queries as rows, keys and values into the cache."""
-    dtype = query_ptr.dtype.element_ty
-    row = row.to(tl.int64)
-    head, dim = col // HALF, col % HALF
-    a, b = rounded(first, dtype, EXACT).to(tl.float32), rounded(second, dtype, EXACT).to(tl.float32)
-    table = row[:, None] * (2 * HALF) + dim[None, :]
-    turned = is_out & (head < HQ + HKV)[None, :]
-    cos = tl.load(cos_ptr + table, mask=turned, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + table, mask=turned, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos_ptr + table + HALF, mask=turned, other=1.0).to(tl.float32)
-    sin_2 = tl.load(sin_ptr + table + HALF, mask=turned, other=0.0).to(tl.float32)
-    # products round to the model's type where torch's do; values are turned by nothing
-    x = rounded(rounded(a * cos, dtype, EXACT).to(tl.float32) + b * sin, dtype, EXACT)
-    y = rounded(rounded(b * cos_2, dtype, EXACT).to(tl.float32) + a * sin_2, dtype, EXACT)
-    is_query = is_out & (head < HQ)[None, :]
-    place = query_ptr + ((row * HQ)[:, None] + head[None, :]) * (2 * HALF) + dim[None, :]
-    tl.store(place, x, mask=is_query)
-    tl.store(place + HALF, y, mask=is_query)
-    slot = tl.load(slots_ptr + row, mask=row < num_rows, other=0)
-    place = ((slot * HKV)[:, None] + (head - HQ)[None, :]) * (2 * HALF) + dim[None, :]
-    is_key = turned & (head >= HQ)[None, :]
-    tl.store(key_cache_ptr + place, x, mask=is_key)
-    tl.store(key_cache_ptr + place + HALF, y, mask=is_key)
-    place -= HKV * (2 * HALF)
-    is_value = is_out & (head >= HQ + HKV)[None, :]
-    tl.store(value_cache_ptr + place, x, mask=is_value)
-    tl.store(value_cache_ptr + place + HALF, y, mask=is_value)
 
 
 @triton.jit
 def few_rows_program(
     x_ptr,  # [num_rows, K] at its stride
-    weight_ptr,  # [N, K]; paired [2 N, K]
+    weight_ptr,  # [N, K]; gated [2 N, K]
     bias_ptr,  # as many as weight's rows, or None
-    out_ptr,  # [num_rows, N]; of heads [num_rows, HQ, 2 * HALF]
-    partial_ptr,  # [SPLIT, num_rows, N] fp32; paired [2, SPLIT, num_rows, N]
+    out_ptr,  # [num_rows, N]
+    partial_ptr,  # [SPLIT, num_rows, N] fp32; gated [2, SPLIT, num_rows, N]
     arrived_ptr,  # [tiles] int32, zeros
-    squares_ptr,  # [SQUARES, num_rows] fp32 where x is a `Normed`, else None
+    squares_ptr,  # [num_rows, SQUARES] fp32 where x is a `Normed`, else None
     eps,
     residual_ptr,  # [num_rows, N] where the product is added to a stream, else None; so too
     norm_ptr,  # [N]
     summed_ptr,  # [num_rows, N]
-    sums_ptr,  # [tiles, num_rows] fp32
-    key_cache_ptr,  # [num_slots, HKV, 2 * HALF] where the outputs are heads, else None; so too
-    value_cache_ptr,  # [num_slots, HKV, 2 * HALF]
-    cos_ptr,  # [num_rows, 2 * HALF]
-    sin_ptr,  # [num_rows, 2 * HALF]
-    slots_ptr,  # [num_rows]
+    sums_ptr,  # [num_rows, tiles] fp32
     num_rows,
     X_STRIDE: tl.constexpr,  # a constant, so that 16 bytes of a row are one copy
     N: tl.constexpr,
@@ -176,15 +122,10 @@ def few_rows_program(
     LATE: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
-    HALF: tl.constexpr,  # of a head
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
     UPCAST: tl.constexpr,
     EXACT: tl.constexpr,  # round bf16 by hand
     OVERLAP: tl.constexpr,
 ):
-    HEADS: tl.constexpr = tl.constexpr(key_cache_ptr is not None)
-    PAIRED: tl.constexpr = GATED or HEADS
     tile = tl.program_id(0)
     part = tl.program_id(1)
     steps: tl.constexpr = ((K + STEP - 1) // STEP + SPLIT - 1) // SPLIT
@@ -193,37 +134,41 @@ def few_rows_program(
     lane = tl.arange(0, BLOCK)
     col = tile * COLS + lane
     is_own = None if BLOCK == COLS else lane < COLS
+    is_row = row < num_rows
+    is_col = col < N
+    if is_own is not None:
+        is_col = is_col & is_own
+    is_out = is_row[:, None] & is_col[None, :]
+    out_at = row.to(tl.int64)[:, None] * N + col[None, :]
     k = tl.arange(0, STEP)
     first = part * (steps * STEP)
-    is_row = row < num_rows
     # outputs past the last repeat its row, and are not stored
-    weight_row = tl.minimum(col, N - 1)
-    if HEADS:  # a pair is dimensions d and d + HALF of a head
-        weight_row = weight_row // HALF * (2 * HALF) + weight_row % HALF
-    other: tl.constexpr = HALF if HEADS else N  # from a pair's first row to its second
-    weight_rows = weight_ptr + weight_row.to(tl.int64) * K
+    weight_rows = weight_ptr + tl.minimum(col, N - 1).to(tl.int64) * K
     x_rows = x_ptr + row.to(tl.int64) * X_STRIDE
     if OVERLAP:
         if not LATE:
             gdc_launch_dependents()
         if AHEAD > 0:
             _ask_for_rows(weight_rows, first, K, AHEAD * STEP)
-            if PAIRED:
-                _ask_for_rows(weight_rows + other * K, first, K, AHEAD * STEP)
+            if GATED:
+                _ask_for_rows(weight_rows + N * K, first, K, AHEAD * STEP)
     if HELD > 0:  # on their way into registers while the kernel before runs out
         held_at = first + tl.arange(0, HELD * STEP)
         held_gate = _weights(weight_rows, held_at, is_own, K, inside, UPCAST)
-        if PAIRED:
-            held_up = _weights(weight_rows + other * K, held_at, is_own, K, inside, UPCAST)
+        if GATED:
+            held_up = _weights(weight_rows + N * K, held_at, is_own, K, inside, UPCAST)
     if OVERLAP:
         gdc_wait()
     if squares_ptr is not None:
         index = tl.arange(0, triton.next_power_of_2(SQUARES))
         squares = tl.load(
-            squares_ptr + index[:, None] * num_rows + row[None, :],
-            mask=(index < SQUARES)[:, None] & is_row[None, :],
+            squares_ptr + row[:, None] * SQUARES + index[None, :],
+            mask=is_row[:, None] & (index < SQUARES)[None, :],
             other=0.0,
         )
+    if residual_ptr is not None:
+        before = tl.load(residual_ptr + out_at, mask=is_out, other=0.0)
+        norm = tl.load(norm_ptr + col, mask=is_col, other=0.0)
     if HELD > 0:
         held_x = _activations(x_rows, held_at, is_row, K, inside, UPCAST)
     gate = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -233,8 +178,8 @@ def few_rows_program(
         x = _activations(x_rows, at, is_row, K, inside, UPCAST)
         w = _weights(weight_rows, at, is_own, K, inside, UPCAST)
         gate = tl.dot(x, w, gate, input_precision="ieee")
-        if PAIRED:
-            w = _weights(weight_rows + other * K, at, is_own, K, inside, UPCAST)
+        if GATED:
+            w = _weights(weight_rows + N * K, at, is_own, K, inside, UPCAST)
             up = tl.dot(x, w, up, input_precision="ieee")
     if OVERLAP and LATE:
         gdc_launch_dependents()
@@ -243,76 +188,49 @@ def few_rows_program(
         # selected here comes from registers, where a dot alone would go through memory at once.
         held_x = tl.where(is_row[:, None], held_x, 0.0)
         gate = tl.dot(held_x, _of_outputs(held_gate, col, N), gate, input_precision="ieee")
-        if PAIRED:
+        if GATED:
             up = tl.dot(held_x, _of_outputs(held_up, col, N), up, input_precision="ieee")
-    is_col = col < N
-    if is_own is not None:
-        is_col = is_col & is_own
-    is_out = is_row[:, None] & is_col[None, :]
     last = True
     if SPLIT > 1:
-        place = partial_ptr + row.to(tl.int64)[:, None] * N + col[None, :]
+        place = partial_ptr + out_at
         size = num_rows * N
         tl.store(place + part * size, gate, mask=is_out)
-        if PAIRED:
+        if GATED:
             tl.store(place + (SPLIT + part) * size, up, mask=is_out)
         tl.debug_barrier()  # the whole program has stored before it counts as arrived
         last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
     if last:
         if SPLIT > 1:
             gate = _sum_of_parts(place, size, is_out, SPLIT)
-            if PAIRED:
+            if GATED:
                 up = _sum_of_parts(place + SPLIT * size, size, is_out, SPLIT)
             tl.store(arrived_ptr + tile, 0)
         if squares_ptr is not None:
-            scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[:, None]
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
             gate *= scale
-            if PAIRED:
+            if GATED:
                 up *= scale
-        gate = _plus_bias(gate, bias_ptr, weight_row, is_col)
-        if PAIRED:
-            up = _plus_bias(up, bias_ptr, weight_row + other, is_col)
-        if HEADS:
-            _store_heads(
+        gate = _plus_bias(gate, bias_ptr, col, is_col)
+        if GATED:
+            up = _plus_bias(up, bias_ptr, N + col, is_col)
+        if residual_ptr is not None:
+            _store_sum(
                 gate,
-                up,
+                before,
+                norm,
                 out_ptr,
-                key_cache_ptr,
-                value_cache_ptr,
-                cos_ptr,
-                sin_ptr,
-                slots_ptr,
+                summed_ptr,
+                sums_ptr,
                 num_rows,
+                out_at,
                 row,
-                col,
                 is_out,
-                HALF,
-                HQ,
-                HKV,
                 EXACT,
             )
         else:
-            out_at = row.to(tl.int64)[:, None] * N + col[None, :]
-            if residual_ptr is not None:
-                _store_sum(
-                    gate,
-                    residual_ptr,
-                    norm_ptr,
-                    out_ptr,
-                    summed_ptr,
-                    sums_ptr,
-                    num_rows,
-                    out_at,
-                    row,
-                    col,
-                    is_out,
-                    N,
-                    EXACT,
-                )
-            else:
-                dtype = out_ptr.dtype.element_ty
-                out = gate
-                if GATED:
-                    up = up.to(dtype).to(tl.float32)
-                    out = silu_times(gate.to(dtype).to(tl.float32), up, dtype)
-                tl.store(out_ptr + out_at, out.to(dtype), mask=is_out)
+            dtype = out_ptr.dtype.element_ty
+            out = gate
+            if GATED:
+                up = up.to(dtype).to(tl.float32)
+                out = silu_times(gate.to(dtype).to(tl.float32), up, dtype)
+            tl.store(out_ptr + out_at, out.to(dtype), mask=is_out)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.gated_act.reference import gated_act
 
 
@@ -19,23 +18,13 @@ class Normed(NamedTuple):
     """
 
     rows: Tensor  # [..., H] the stream times the norm's weight, rounded
-    squares: Tensor  # [n, T] fp32: the sum over n is a row's sum of squares of the stream
+    squares: Tensor  # [T, n] fp32: a row's sum is that of the squares of its stream
     eps: float
 
     def scale(self) -> Tensor:
         """[..., 1] fp32 that the rows are still to be multiplied by."""
         *leading, size = self.rows.shape
-        return torch.rsqrt(self.squares.sum(0) / size + self.eps).view(*leading, 1)
-
-
-class HeadRows(NamedTuple):
-    """Where a product of query, key and value heads leaves them, rotated: see `cache_write_`."""
-
-    key_cache: Tensor  # [num_blocks, block_size, Hkv, D]
-    value_cache: Tensor  # [num_blocks, block_size, Hkv, D]
-    cos: Tensor  # [T, 1, D]
-    sin: Tensor  # [T, 1, D], negated in its first half
-    slot_mapping: Tensor  # [T]
+        return torch.rsqrt(self.squares.sum(-1) / size + self.eps).view(*leading, 1)
 
 
 def few_rows(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,18 +58,5 @@ def few_rows_add_norm(
     """
     summed = few_rows(x, weight, bias) + residual
     stream = summed.float()
-    squares = stream.square().sum(-1).view(1, -1)
+    squares = stream.square().sum(-1).view(-1, 1)
     return Normed((stream * norm.float()).to(summed.dtype), squares, eps), summed
-
-
-def few_rows_heads(
-    x: Tensor | Normed, weight: Tensor, bias: Tensor | None, heads: HeadRows
-) -> Tensor:
-    """The product of query, key and value heads: keys and values are stored, [T, Hq, D] returned.
-
-    Args:
-        weight: [(Hq + 2 Hkv) * D, K].
-    """
-    keys, values, cos, sin, slots = heads
-    qkv = few_rows(x, weight, bias).unflatten(-1, (-1, keys.shape[-1]))
-    return cache_write.cache_write_(keys, values, qkv, cos, sin, slots)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 MAX_SPLITS = 32
 MIN_SHARE = 96  # keys of a split: with fewer, adding up the splits takes longer than they save
+ALONE = 8  # times that a call's tiles fit the chip, from where on each has all the room it can use
 
 
 class Plan(NamedTuple):
@@ -42,15 +43,18 @@ def plan_for(
     lines = min(max_query_len, num_rows) * repeats
     wide = value_dim > 128 or itemsize > 2
     rows = max(16, min(32 if wide else 64, (1 << (lines - 1).bit_length())))
-    keys = 32 if rows == 16 or wide else 64
     each = -(-lines // rows)
     tiles, ragged = num_requests * each, num_rows * repeats // rows + num_requests
     if ragged < tiles:
         tiles, each = ragged, 0
-    splits = min(num_processors // (tiles * num_kv_heads), max_keys // MIN_SHARE, MAX_SPLITS)
-    splits = 1 << (max(splits, 1).bit_length() - 1)
-    warps = 4 if rows * value_dim <= 64 * 128 else 8
     # block ids come two stages before the keys that they place, so that 3 stages hold one
     # iteration's keys in waiting and 5 hold two
-    stages = 2 if wide else 5 if rows == 16 else 3
+    keys, stages, share = (32, 5, MIN_SHARE) if rows == 16 else (64, 3, MIN_SHARE)
+    if wide:
+        keys, stages = 32, 2
+    elif rows == 16 and tiles * num_kv_heads * ALONE <= num_processors:
+        keys, stages, share = 128, 2, 256  # a text of a few hundred keys in one or two iterations
+    splits = min(num_processors // (tiles * num_kv_heads), max_keys // share, MAX_SPLITS)
+    splits = 1 << (max(splits, 1).bit_length() - 1)
+    warps = 4 if rows * value_dim <= 64 * 128 else 8
     return Plan(tiles, each, rows, keys, splits, warps, stages)
