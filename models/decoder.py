@@ -18,7 +18,7 @@ from specdec.models import layers
 from specdec.models.batch import Batch, Cache, CacheShape, Target, TargetOutput
 from specdec.models.capture import FinalNorm, check_layer_ids, run_stack
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.layers import add_rms_norm, linear
+from specdec.models.layers import Product, add_rms_norm, linear
 from specdec.models.paged import AttentionFn, PagedAttention, attention_rows
 from specdec.models.parts import check_layout, part, read_layout
 from specdec.models.quantize import settled
@@ -58,8 +58,9 @@ class Block(NamedTuple):
     rms_norm_eps.
     """
 
-    layer: Callable[..., tuple[Tensor, Tensor]]
-    # (layer, config, hidden [..., H], residual or None, rotation, attention) -> (hidden, residual)
+    layer: Callable[..., tuple[Tensor | Product, Tensor]]
+    # (layer, config, hidden [..., H], residual or None, rotation, attention) -> (hidden, residual);
+    # hidden may be a product whose reader makes it
     attentions: Callable[[Any, Batch, Cache, torch.dtype], list[AttentionFn]]
     # (config, batch, cache, dtype) -> one function for each layer of the cache
     new_cache: Callable[[Any, int, torch.device | str, torch.dtype, CacheShape], Cache]

@@ -19,8 +19,8 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Rotary, add_rms_norm, linear, pack
-from specdec.models.moe import Mlp, mlp, pack_mlp
+from specdec.models.layers import Product, Rotary, add_rms_norm, linear, pack, product
+from specdec.models.moe import Mlp, mlp_product, pack_mlp
 from specdec.models.paged import rotate_and_attend
 
 
@@ -46,40 +46,44 @@ class Qwen3Layer(NamedTuple):
 def qwen3_layer(
     layer: Qwen3Layer,
     config: Qwen3Config,
-    hidden: Tensor,
+    hidden: Tensor | Product,
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
     attention_input: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Product, Tensor]:
     """One pre-norm block over [..., H]; the block's output is hidden + residual.
 
     `residual` is None before the first block. `attention_input` replaces what feeds q, k and v, at
     whatever width the layer's are (Eagle-3's first layer, which has no `input_norm`).
     """
-    return qwen3_block(layer, config, hidden, residual, rotation, attention, mlp, attention_input)
+    return qwen3_block(
+        layer, config, hidden, residual, rotation, attention, mlp_product, attention_input
+    )
 
 
 def qwen3_block(
     layer: Qwen3Layer,
     config: Any,
-    hidden: Tensor,
+    hidden: Tensor | Product,
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
-    feed_forward: Callable[[Any, Tensor], Tensor],
+    feed_forward: Callable[[Any, Tensor], Tensor | Product],
     attention_input: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Product, Tensor]:
     """`qwen3_layer` with the feed-forward part as an argument: (layer.mlp, [..., H]) -> [..., H]"""
-    hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, config.rms_norm_eps)
+    eps = config.rms_norm_eps
+    normed, residual = add_rms_norm(hidden, residual, layer.input_norm, eps, reader=layer.qkv)
     if attention_input is not None:
-        hidden = attention_input
-    qkv = linear(hidden, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
-    norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
+        normed = attention_input
+    qkv = linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, config.head_dim))
+    norms = HeadNorms(layer.q_norm, layer.k_norm, eps)
     out = rotate_and_attend(attention, qkv, rotation, config.num_heads, norms)
-    out = linear(out.flatten(-2), layer.out, layer.out_bias)
-    hidden, residual = add_rms_norm(out, residual, layer.post_norm, config.rms_norm_eps)
-    return feed_forward(layer.mlp, hidden), residual
+    out = product(out.flatten(-2), layer.out, layer.out_bias)
+    reader = layer.mlp.gate_up if isinstance(layer.mlp, Mlp) else None
+    normed, residual = add_rms_norm(out, residual, layer.post_norm, eps, reader=reader, gated=True)
+    return feed_forward(layer.mlp, normed), residual
 
 
 def pack_layer(layer: Qwen3Layer) -> Qwen3Layer:

@@ -16,8 +16,8 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Rotary
-from specdec.models.moe import Mlp, ObserveFn, SoftmaxMoe, mlp, softmax_moe
+from specdec.models.layers import Product, Rotary
+from specdec.models.moe import Mlp, ObserveFn, SoftmaxMoe, mlp_product, softmax_moe
 from specdec.models.qwen3 import Qwen3Config, Qwen3Layer, pack_layer, qwen3_block
 
 
@@ -42,12 +42,12 @@ class Qwen3MoeConfig(Qwen3Config):
 def qwen3_moe_layer(
     layer: Qwen3Layer,
     config: Qwen3MoeConfig,
-    hidden: Tensor,
+    hidden: Tensor | Product,
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
     observe: ObserveFn | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Product, Tensor]:
     """As `qwen3_layer`; the layer's `mlp` is dense or has experts, whose routing `observe` sees."""
     feed_forward = partial(_feed_forward, config, observe)
     return qwen3_block(layer, config, hidden, residual, rotation, attention, feed_forward)
@@ -55,9 +55,9 @@ def qwen3_moe_layer(
 
 def _feed_forward(
     config: Qwen3MoeConfig, observe: ObserveFn | None, params: Mlp | SoftmaxMoe, hidden: Tensor
-) -> Tensor:
+) -> Tensor | Product:
     if isinstance(params, Mlp):
-        return mlp(params, hidden)
+        return mlp_product(params, hidden)
     return softmax_moe(
         params,
         hidden,

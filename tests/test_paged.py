@@ -94,8 +94,9 @@ def test_attention_without_pages_sees_rotated_heads(norms):
         assert torch.equal(rotate_and_attend(lambda q, k, v: q, qkv, still, 4), qkv[..., :4, :])
 
 
-def test_products_end_in_what_follows_them(monkeypatch):
-    """Inside a stack of Llama blocks no launch for norms is left."""
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_products_end_in_what_follows_them(family, monkeypatch):
+    """Inside a stack of dense blocks no launch for norms of the stream is left."""
     from specdec.kernels.add_norm import kernel as add_norm
     from specdec.kernels.few_rows.plan import Plan
     from specdec.models import layers
@@ -104,8 +105,10 @@ def test_products_end_in_what_follows_them(monkeypatch):
     monkeypatch.setattr(layers, "_can_pack", lambda dtype: False)  # as on a GPU
     calls, norm = [], add_norm.add_norm
     monkeypatch.setattr(add_norm, "add_norm", lambda *args: calls.append(1) or norm(*args))
-    settings, config, layout = FAMILIES["llama"]
-    settings = {**settings, "num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True}
+    settings, config, layout = FAMILIES[family]
+    settings = {**settings, "num_hidden_layers": 3, "attention_bias": True}
+    if family == "llama":
+        settings["mlp_bias"] = True
     state = families.random_state(layout(config(settings)))
     target = build_target(state, settings, device=DEVICE)
     expected = outputs(target, 4)
