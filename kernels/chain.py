@@ -59,7 +59,10 @@ def ask_for(address):
 
 @triton.jit
 def ask_for_bytes(address, size):
-    """As `ask_for`, `size` bytes from each address on: both whole multiples of 16."""
+    """As `ask_for`, `size` bytes from each address on: one order for what would be many lines.
+
+    Address and size are multiples of 16; all of the bytes must be there to read.
+    """
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

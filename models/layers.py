@@ -58,17 +58,20 @@ def linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def product(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
-    """`linear`, left to its reader where the few-row kernel takes it."""
-    rows = x.rows if isinstance(x, Normed) else x
-    if rows.dtype in WIDE and (plan := _few_rows_plan(rows, weight)) is not None:
+    """`linear`, left to its reader (`add_rms_norm`, `made`) where the few-row kernel takes it.
+
+    Its bytes are read when the reader runs, so that nothing may change x or weight before.
+    """
+    plan = _few_rows_plan(x, weight)
+    if plan is not None and weight.dtype in WIDE:
         return Product(x, weight, bias, plan)
     if isinstance(x, Normed):
-        x = (x.rows * x.scale()).to(rows.dtype)
+        x = (x.rows * x.scale()).to(x.rows.dtype)
     return linear(x, weight, bias)
 
 
 def made(x: Tensor | Product) -> Tensor:
-    """The result of a product; a tensor is one."""
+    """The result [..., out] of a product; a tensor is one already."""
     if isinstance(x, Tensor):
         return x
     from specdec.kernels.few_rows.kernel import few_rows
@@ -124,15 +127,22 @@ def add_rms_norm(
         hidden: the output of the sub-block before.
         residual: the stream before that; None at its start, where `hidden` is the stream.
         weight: of the norm, see `rms_norm`; None takes the stream as it is.
-        reader: the matrix of the only product that reads the norm, `gated` that of a `gated_part`;
-            where the few-row kernel takes both that and `hidden`, the norm is a `Normed`. None: it
-            is a tensor. Not for a norm that is `zero_centred`.
+        reader: the matrix of the only product that reads the norm; None: something else reads it.
+        gated: whether that product is a `gated_part`.
 
     Returns:
-        (normed, summed) with summed = hidden + residual.
+        (normed, summed) with summed = hidden + residual. `normed` is a `Normed` where the few-row
+        kernel takes both `hidden` and its reader, unless the norm is zero-centred; else a tensor.
     """
-    in_stream = residual is not None and weight is not None and residual.is_contiguous()
-    if in_stream and isinstance(hidden, Product) and _takes(residual, reader, gated=gated):
+    if (
+        isinstance(hidden, Product)
+        and residual is not None
+        and residual.is_contiguous()
+        and weight is not None
+        and not zero_centred
+        and reader is not None
+        and _few_rows_plan(residual, reader, gated=gated) is not None
+    ):
         from specdec.kernels.few_rows.kernel import few_rows_add_norm
 
         x, matrix, bias, plan = hidden
@@ -189,21 +199,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return gated_act(gate_up)
 
 
-def gated_mlp(
-    hidden: Tensor | Normed,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
-    """A feed-forward part [..., H] -> [..., H]: `gated_part`, `linear`."""
-    return linear(gated_part(hidden, gate_up, gate_up_bias), down, down_bias)
-
-
 def gated_part(hidden: Tensor | Normed, gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     """`swiglu` of a product: [..., H] times [2 I, H] gives [..., I]."""
-    rows = hidden.rows if isinstance(hidden, Normed) else hidden
-    if (plan := _few_rows_plan(rows, gate_up, gated=True)) is not None:
+    if (plan := _few_rows_plan(hidden, gate_up, gated=True)) is not None:
         from specdec.kernels.few_rows.kernel import few_rows_gated
 
         return few_rows_gated(hidden, gate_up, bias, plan)
@@ -227,15 +225,11 @@ def tree_leaves(tree: Any) -> list[Tensor]:
     return leaves
 
 
-def _takes(x: Tensor, reader: Tensor | None, *, gated: bool) -> bool:
-    return reader is not None and _few_rows_plan(x, reader, gated=gated) is not None
-
-
-def _few_rows_plan(x: Tensor, weight: Any, *, gated: bool = False) -> Plan | None:
+def _few_rows_plan(x: Tensor | Normed, weight: Any, *, gated: bool = False) -> Plan | None:
     """How the few-row kernel takes this product; None where it is not for it."""
     if not uses_triton() or is_quantised(weight) or weight.is_mkldnn:
         return None
-    return plan_for(x, weight, gated=gated)
+    return plan_for(x.rows if isinstance(x, Normed) else x, weight, gated=gated)
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Product, Rotary, add_rms_norm, linear, pack, product
+from specdec.models.layers import Normed, Product, Rotary, add_rms_norm, linear, pack, product
 from specdec.models.moe import Mlp, mlp_product, pack_mlp
 from specdec.models.paged import rotate_and_attend
 
@@ -69,10 +69,13 @@ def qwen3_block(
     residual: Tensor | None,
     rotation: Rotary,
     attention: AttentionFn,
-    feed_forward: Callable[[Any, Tensor], Tensor | Product],
+    feed_forward: Callable[[Any, Tensor | Normed], Tensor | Product],
     attention_input: Tensor | None = None,
 ) -> tuple[Tensor | Product, Tensor]:
-    """`qwen3_layer` with the feed-forward part as an argument: (layer.mlp, [..., H]) -> [..., H]"""
+    """`qwen3_layer` with the feed-forward part as an argument: (layer.mlp, [..., H]) -> [..., H].
+
+    What it is given is a tensor, or with an `Mlp` perhaps a `Normed`.
+    """
     eps = config.rms_norm_eps
     normed, residual = add_rms_norm(hidden, residual, layer.input_norm, eps, reader=layer.qkv)
     if attention_input is not None:

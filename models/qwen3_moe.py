@@ -16,7 +16,7 @@ from specdec.models.decoder import (
     new_cache,
     paged_attentions,
 )
-from specdec.models.layers import Product, Rotary
+from specdec.models.layers import Normed, Product, Rotary
 from specdec.models.moe import Mlp, ObserveFn, SoftmaxMoe, mlp_product, softmax_moe
 from specdec.models.qwen3 import Qwen3Config, Qwen3Layer, pack_layer, qwen3_block
 
@@ -54,7 +54,10 @@ def qwen3_moe_layer(
 
 
 def _feed_forward(
-    config: Qwen3MoeConfig, observe: ObserveFn | None, params: Mlp | SoftmaxMoe, hidden: Tensor
+    config: Qwen3MoeConfig,
+    observe: ObserveFn | None,
+    params: Mlp | SoftmaxMoe,
+    hidden: Tensor | Normed,
 ) -> Tensor | Product:
     if isinstance(params, Mlp):
         return mlp_product(params, hidden)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -17,12 +17,21 @@ from specdec.kernels.add_norm.kernel import add_norm
 from specdec.kernels.bench import Case
 from specdec.kernels.few_rows import kernel
 from specdec.kernels.few_rows.plan import Plan, product_plan
+from specdec.kernels.few_rows.reference import Normed
 from specdec.kernels.gated_act.kernel import gated_act
 
 ROWS = (1, 4, 8, 16, 32, 64)
 COLD_BYTES = 200 * 2**20  # weights in turn, so that no copy is found in the 50 MB of cache
 LAYERS = 4
+EPS = 1e-5
 SIZE, INNER, QKV, VOCAB, DRAFT_VOCAB = 4096, 14336, 6144, 128256, 32000
+# (outputs, summed dimension, gated): outputs of each half
+LAYER = {
+    "qkv": (QKV, SIZE, False),
+    "o": (SIZE, SIZE, False),
+    "gate_up": (INNER, SIZE, True),
+    "down": (SIZE, INNER, False),
+}
 PRODUCTS = {
     "qkv": (QKV, SIZE),
     "o": (SIZE, SIZE),
@@ -47,66 +56,84 @@ def cases(device: torch.device) -> list[Case]:
             if plan is None:
                 continue
             x = torch.randn(rows, width, device=device).bfloat16()
-            run = in_turn(partial(_product, x, plan=plan), weights)
+            ours = in_turn(partial(run, x, plan=plan), weights)
             size = weights[0].nbytes + x.nbytes + 2 * rows * num_cols
             made.append(
-                Case(f"{name}, {rows} rows", run, size, in_turn(partial(F.linear, x), weights))
+                Case(f"{name}, {rows} rows", ours, size, in_turn(partial(F.linear, x), weights))
             )
     return made + _stacks(device)
 
 
 def _stacks(device: torch.device) -> list[Case]:
-    """Everything of a layer but attention, several layers in a row: what overlapping is for."""
-    shapes = ((QKV, SIZE), (SIZE, SIZE), (2 * INNER, SIZE), (SIZE, INNER))
+    """Everything of a layer but attention, several layers in a row: what overlapping is for.
+
+    Kernels and a norm launched between them, against cuBLAS; then, where every product is planned,
+    norms that are left to the products, against the same kernels with a norm between them.
+    """
+    shapes = [(num_cols * (2 if gated else 1), width) for num_cols, width, gated in LAYER.values()]
     layers = [[_weight(*shape, device) for shape in shapes] for _ in range(LAYERS)]
     norm = torch.randn(SIZE, device=device).bfloat16()
     size = sum(weight.nbytes for layer in layers for weight in layer)
     made = []
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device).bfloat16()
-        fused = partial(
-            _stack, layers, norm, x, partial(_planned, rows), partial(_planned_gated, rows)
-        )
-        library = partial(_stack, layers, norm, x, F.linear, _library_gated)
-        made.append(Case(f"{LAYERS} layers but attention, {rows} rows", fused, size, library))
+        plans = [product_plan(rows, *shape, gated=gated) for *shape, gated in LAYER.values()]
+        between = partial(stack, layers, norm, x, plans, ends=False)
+        library = partial(stack, layers, norm, x, [None] * len(plans))
+        name = f"{LAYERS} layers but attention, {rows} rows"
+        made.append(Case(name, between, size, library))
+        if all(plans):
+            left = partial(stack, layers, norm, x, plans)
+            made.append(Case(f"{name}, norms left", left, size, between))
     return made
 
 
-def _stack(
-    layers: list[list[Tensor]],
+def stack(
+    layers: Sequence[Sequence[Tensor]],
     norm: Tensor,
     hidden: Tensor,
-    product: Callable[[Tensor, Tensor], Tensor],
-    gated: Callable[[Tensor, Tensor], Tensor],
+    plans: Sequence[Plan | None],
+    *,
+    ends: bool = True,
 ) -> Tensor:
-    residual = None
-    for qkv, out, gate_up, down in layers:
-        normed, residual = add_norm(hidden, residual, norm, 1e-5)
-        attended = product(normed, qkv)[:, :SIZE]
-        normed, residual = add_norm(product(attended, out), residual, norm, 1e-5)
-        hidden = product(gated(normed, gate_up), down)
-    return hidden
+    """The stream [rows, SIZE] after layers whose attention hands on the first of its input.
+
+    Args:
+        layers: the matrices of `LAYER`, of each layer.
+        norm: [SIZE] the weight of every norm.
+        plans: of the products of `LAYER`; None is cuBLAS.
+        ends: a product ends in the sum and norm where it and the reader have plans, as in a model.
+    """
+    normed, residual = add_norm(hidden, None, norm, EPS)
+    for weights in layers:
+        qkv, out, gate_up, down = zip(weights, plans, strict=True)
+        attended = run(normed, *qkv).flatten()[: hidden.numel()].view(hidden.shape)
+        normed, residual = _added(attended, out, residual, norm, gate_up[1] if ends else None)
+        inner = run(normed, *gate_up, gated=True)
+        normed, residual = _added(inner, down, residual, norm, qkv[1] if ends else None)
+    return residual
 
 
-def _planned(rows: int, x: Tensor, weight: Tensor) -> Tensor:
-    plan = product_plan(rows, *weight.shape)
-    return F.linear(x, weight) if plan is None else kernel.few_rows(x, weight, None, plan)
+def _added(
+    x: Tensor,
+    product: tuple[Tensor, Plan | None],
+    residual: Tensor,
+    norm: Tensor,
+    reader: Plan | None,
+) -> tuple[Tensor | Normed, Tensor]:
+    weight, plan = product
+    if plan is None or reader is None:
+        return add_norm(run(x, weight, plan), residual, norm, EPS)
+    return kernel.few_rows_add_norm(x, weight, None, residual, norm, EPS, plan)
 
 
-def _planned_gated(rows: int, x: Tensor, weight: Tensor) -> Tensor:
-    num_cols, width = weight.shape
-    plan = product_plan(rows, num_cols // 2, width, gated=True)
-    if plan is None:
-        return _library_gated(x, weight)
-    return kernel.few_rows_gated(x, weight, None, plan)
-
-
-def _product(x: Tensor, weight: Tensor, *, plan: Plan) -> Tensor:
-    return kernel.few_rows(x, weight, None, plan)
-
-
-def _library_gated(x: Tensor, weight: Tensor) -> Tensor:
-    return gated_act(F.linear(x, weight))
+def run(x: Tensor | Normed, weight: Tensor, plan: Plan | None, *, gated: bool = False) -> Tensor:
+    """One product by its plan; None is cuBLAS."""
+    if plan is not None:
+        return (kernel.few_rows_gated if gated else kernel.few_rows)(x, weight, None, plan)
+    assert isinstance(x, Tensor)
+    out = F.linear(x, weight)
+    return gated_act(out) if gated else out
 
 
 def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:

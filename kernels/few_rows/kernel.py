@@ -12,11 +12,13 @@ them, always in the same order. Arrivals are counted in memory that every call f
 leaves at zero; calls on the same device must follow each other, as on one stream.
 
 A product may end in what follows it in a decoder layer, which then needs no launch of its own: the
-gated activation, or the residual sum and its norm.
+gated activation, or the residual sum and its norm. A program does not see a whole row of that sum,
+so each leaves the sum of its own squares, and the products that read the norm divide (`Normed`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -42,7 +44,7 @@ def few_rows(
 
     Args:
         x: [..., K]; rows may lie at any stride.
-        weight: [N, K] contiguous, of x's dtype.
+        weight: [N, K] contiguous, of x's dtype; it begins at a multiple of 16 bytes.
         plan: None takes `product_plan`'s.
     """
     rows, num_cols = _rows(x), weight.shape[0]
@@ -58,7 +60,7 @@ def few_rows_gated(
     rows, num_cols = _rows(x), gate_up.shape[0] // 2
     out = rows.new_empty(*rows.shape[:-1], num_cols)
     plan = plan or _planned(rows, num_cols, gated=True)
-    _launch(x, gate_up, bias, out, num_cols, plan, GATED=True)
+    _launch(x, gate_up, bias, out, num_cols, plan, gated=True)
     return out
 
 
@@ -71,14 +73,17 @@ def few_rows_add_norm(
     eps: float,
     plan: Plan | None = None,
 ) -> tuple[Normed, Tensor]:
-    """As `reference.few_rows_add_norm`, for up to 64 rows; residual and norm contiguous."""
+    """As `reference.few_rows_add_norm`, for up to 64 rows; residual and norm contiguous.
+
+    Its squares are [T, n], one number of each of the n groups of outputs that a program has.
+    """
     rows, num_cols = _rows(x), weight.shape[0]
     plan = plan or _planned(rows, num_cols)
     out, summed = torch.empty_like(residual), torch.empty_like(residual)
     tiles, num_rows = triton.cdiv(num_cols, plan.cols), residual.numel() // num_cols
     sums = residual.new_empty((num_rows, tiles), dtype=torch.float32)
     stream = {"residual_ptr": residual, "norm_ptr": norm, "summed_ptr": summed, "sums_ptr": sums}
-    _launch(x, weight, bias, out, num_cols, plan, **stream)
+    _launch(x, weight, bias, out, num_cols, plan, stream=stream)
     return Normed(out, sums, eps), summed
 
 
@@ -99,7 +104,9 @@ def _launch(
     out: Tensor,
     num_cols: int,  # outputs
     plan: Plan,
-    **ending: Any,  # what the product ends in: arguments of the program that are not these
+    *,
+    gated: bool = False,
+    stream: Mapping[str, Tensor] | None = None,  # residual_ptr, norm_ptr, summed_ptr and sums_ptr
 ) -> None:
     rows = rows_of(_rows(x))
     num_rows, width = rows.shape
@@ -108,7 +115,7 @@ def _launch(
     tiles = triton.cdiv(num_cols, plan.cols)
     partial = arrived = None
     if plan.split > 1:
-        slabs = plan.split * (2 if "GATED" in ending else 1)
+        slabs = plan.split * (2 if gated else 1)
         partial = out.new_empty((slabs, num_rows, num_cols), dtype=torch.float32)
         arrived = _arrivals(out.device)
     squares, eps = (x.squares, x.eps) if isinstance(x, Normed) else (None, 0.0)
@@ -116,7 +123,7 @@ def _launch(
     arguments = {
         "squares_ptr": squares,
         "eps": eps,
-        **dict.fromkeys(("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr")),
+        **(stream or dict.fromkeys(("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr"))),
         "num_rows": num_rows,
         "X_STRIDE": rows.stride(0),
         "N": num_cols,
@@ -129,14 +136,13 @@ def _launch(
         "AHEAD": plan.ahead,
         "HELD": plan.held if plan.held * plan.step * plan.split <= width else 0,
         "LATE": plan.late,
-        "GATED": False,
+        "GATED": gated,
         "SQUARES": 1 if squares is None else squares.shape[1],
         "UPCAST": low,
         "EXACT": low and rows.dtype == torch.bfloat16,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
         **(overlapped() if plan.overlap else {"OVERLAP": False}),
-        **ending,
     }
     launch: Any = few_rows_program[(tiles, plan.split)]
     launch(rows, weight, bias, out, partial, arrived, **arguments)

@@ -17,15 +17,15 @@ MIN_COLS, MIN_WIDTH = 64, 512  # of the matrix, below which there is nothing to 
 class Plan(NamedTuple):
     """How one product is cut."""
 
-    cols: int  # outputs of a program (gated: of each half), 16 or more
+    cols: int  # outputs of a program (gated: of each half); other than 2^n leaves lanes idle
     step: int  # of the summed dimension, in one iteration
     split: int  # programs that share an output
     warps: int
     stages: int
     overlap: bool = True  # starts while the kernel before runs out
     late: bool = False  # lets the next kernel start after its own weights, not at once
-    ahead: int = 0  # iterations whose weights are asked into the cache before that kernel has ended
-    held: int = 0  # iterations (a power of two) whose weights come into registers meanwhile
+    ahead: int = 0  # iterations (2^n) whose weights are asked into the cache before that one ends
+    held: int = 0  # iterations (2^n) whose weights come into registers meanwhile
 
 
 Table = tuple[tuple[float, float, Plan | None], ...]
@@ -35,9 +35,8 @@ ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
 SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, late=True)
 DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
-GATE_UP = Plan(
-    cols=56, step=128, split=1, warps=4, stages=3, late=True
-)  # 256 programs, all at once
+# 14336 outputs in 256 programs, all at once
+GATE_UP = Plan(cols=56, step=128, split=1, warps=4, stages=3, late=True)
 # Small products take less time than launches do: most of the weights are held when the rows come.
 SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))

@@ -1,4 +1,4 @@
-"""The programs of `kernel.py`: a product of few rows, and what may end it."""
+"""The program of `kernel.py`: a product of few rows, and what may end it."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,10 @@ from specdec.kernels.gated_act.kernel import silu_times
 
 @triton.jit
 def _ask_for_rows(rows_ptr, first, K: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT elements from `first` on of each row, in pieces; nothing past the row's K."""
+    """COUNT elements from `first` on of each row, in pieces; nothing past the row's K.
+
+    K is a multiple of 64 elements of 16 bits and no less than a piece, as in every plan's product.
+    """
     PIECES: tl.constexpr = (COUNT + 127) // 128
     PIECE: tl.constexpr = COUNT // PIECES
     BYTES: tl.constexpr = PIECE * rows_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -22,8 +25,10 @@ def _ask_for_rows(rows_ptr, first, K: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _weights(rows_ptr, at, is_own, K: tl.constexpr, INSIDE: tl.constexpr, UPCAST: tl.constexpr):
-    """[K part, outputs]: elements `at` of each row; masked where they may lie past K, and where
-    `is_own`, if there is one, is False."""
+    """[K part, outputs]: elements `at` of each row.
+
+    Zeros where they may lie past K, and for the outputs where `is_own`, if there is one, is False.
+    """
     pointers = rows_ptr[None, :] + at[:, None]
     if INSIDE and is_own is None:
         weights = tl.load(pointers)
@@ -77,11 +82,11 @@ def _store_sum(
     sums_ptr,  # [num_rows, tiles]
     num_rows,
     place,  # [rows, outputs]
-    row,
-    is_out,
+    row,  # [rows]
+    is_out,  # [rows, outputs]
     EXACT: tl.constexpr,
 ):
-    """The stream, its row times the norm's weight, and this tile's part of its squares."""
+    """The stream, the stream times the norm's weight, and this tile's part of a row's squares."""
     dtype = summed_ptr.dtype.element_ty
     summed = rounded(
         rounded(out, dtype, EXACT).to(tl.float32) + before.to(tl.float32), dtype, EXACT

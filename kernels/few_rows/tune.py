@@ -19,14 +19,11 @@ from itertools import product as pairs_of
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.add_norm.kernel import add_norm
 from specdec.kernels.bench import Case, seconds_of
-from specdec.kernels.few_rows import bench, kernel
+from specdec.kernels.few_rows import bench
 from specdec.kernels.few_rows.plan import Plan
-from specdec.kernels.gated_act.kernel import gated_act
 
 FEATURES: tuple[dict[str, Any], ...] = (
     {"overlap": False},
@@ -36,7 +33,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"held": 4},
     {"late": True},
     {"late": True, "held": 2},
-    {"ahead": 1},
+    {"ahead": 2},
+    {"late": True, "ahead": 4},
 )
 QUICK = 2  # features that every cut is tried with
 FINALISTS = 4  # plans of a product that are compared again when the others have theirs
@@ -82,6 +80,7 @@ PRODUCTS = {
         INNER,
         SIZE,
         (
+            (56, 128, 1, 4, 3),
             (32, 64, 1, 4, 6),
             (16, 128, 1, 4, 4),
             (16, 128, 2, 4, 4),
@@ -99,17 +98,22 @@ PRODUCTS = {
             (32, 128, 2, 4, 6),
             (32, 128, 4, 4, 4),
             (64, 128, 4, 4, 4),
+            (64, 128, 4, 8, 4),
             (16, 256, 1, 4, 4),
         ),
     ),
-    "fc": Product(SIZE, 3 * SIZE, ((32, 128, 2, 4, 5), (32, 128, 4, 4, 4), (64, 128, 4, 4, 4))),
+    "fc": Product(
+        SIZE,
+        3 * SIZE,
+        ((32, 128, 2, 4, 5), (32, 128, 4, 4, 4), (64, 128, 4, 4, 4), (64, 128, 4, 8, 4)),
+    ),
     "draft LM head": Product(
         bench.DRAFT_VOCAB,
         SIZE,
         ((64, 128, 1, 4, 4), (32, 128, 1, 4, 4), (32, 128, 1, 4, 6), (64, 128, 2, 4, 4)),
     ),
 }
-LAYER = ("qkv", "o", "gate_up", "down")
+LAYER = tuple(bench.LAYER)
 Plans = dict[str, Plan | None]  # None is cuBLAS
 
 
@@ -146,14 +150,6 @@ def _rank(times: Times) -> tuple[float, float]:
     return (times.layers, times.alone)
 
 
-def run(x: Tensor, weight: Tensor, plan: Plan | None, gated: bool) -> Tensor:
-    """One product by its plan."""
-    if plan is None:
-        out = F.linear(x, weight)
-        return gated_act(out) if gated else out
-    return (kernel.few_rows_gated if gated else kernel.few_rows)(x, weight, None, plan)
-
-
 @cache
 def _weights(name: str) -> list[Tensor]:
     """Matrices of a product to take in turn; those of a layer are the layers' own."""
@@ -169,7 +165,7 @@ def _random(num_rows: int, width: int) -> Tensor:
 
 def _alone(name: str, plan: Plan | None, rows: int) -> float:
     product = PRODUCTS[name]
-    call = partial(run, _random(rows, product.width), plan=plan, gated=product.gated)
+    call = partial(bench.run, _random(rows, product.width), plan=plan, gated=product.gated)
     return seconds_of(Case(name, bench.in_turn(call, _weights(name)), 0))[0]
 
 
@@ -178,18 +174,10 @@ def _layers(plans: Plans, rows: int) -> float:
 
 
 def _run_layers(plans: Plans, rows: int) -> Tensor:
-    hidden, residual, norm = _random(rows, SIZE), None, _random(1, SIZE)[0]
-    for layer in range(LAYERS):
-        product = partial(_of_layer, plans, layer)
-        normed, residual = add_norm(hidden, residual, norm, 1e-5)
-        attended = product("qkv", normed).flatten()[: rows * SIZE].view(rows, SIZE)  # as many rows
-        normed, residual = add_norm(product("o", attended), residual, norm, 1e-5)
-        hidden = product("down", product("gate_up", normed))
-    return hidden
-
-
-def _of_layer(plans: Plans, layer: int, name: str, x: Tensor) -> Tensor:
-    return run(x, _weights(name)[layer], plans[name], PRODUCTS[name].gated)
+    """As a model runs them: a product whose reader has a plan too ends in the sum and norm."""
+    layers = [[_weights(name)[layer] for name in LAYER] for layer in range(LAYERS)]
+    x, norm = _random(rows, SIZE), _random(1, SIZE)[0]
+    return bench.stack(layers, norm, x, [plans[name] for name in LAYER])
 
 
 def _time(name: str, plans: Plans, rows: int, plan: Plan | None) -> Times:

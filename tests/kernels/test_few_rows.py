@@ -1,14 +1,12 @@
 """Products of few rows: the kernel against torch, cut in every way."""
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
-from compiling import Compile, compile_sm90
 
 from specdec.kernels.few_rows import reference
-from specdec.kernels.few_rows.plan import ANY, GATED, PRODUCTS, Plan, plan_for, product_plan
+from specdec.kernels.few_rows.plan import Plan, product_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter cuts bfloat16 off where a GPU rounds, twice more with the activation
@@ -131,31 +129,8 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert torch.equal(kernel.few_rows(x[row : row + 1], weight, bias, plan)[0], together[row])
 
 
-def test_plans():
-    assert product_plan(33, 128, 2048) is None
-    assert product_plan(0, 128, 2048) is None
-    assert product_plan(4, 8, 2048) is None
-    assert product_plan(4, 128, 2050) is None
-    for gated in (False, True):
-        edges = sorted(GATED if gated else PRODUCTS)
-        for num_cols, width, (below, most) in itertools.product(
-            (128, 576, 4096, 6144, 14336, 128256),
-            (576, 2048, 4096, 14336),
-            itertools.pairwise([0, *edges]),
-        ):
-            plan, same = (product_plan(m, num_cols, width, gated=gated) for m in (below + 1, most))
-            assert plan == same
-            assert plan is None or width % plan.step == 0
-    assert product_plan(4, 128256, 4096) is not None
-    x, weight = torch.zeros(4, 576), torch.zeros(128, 576)
-    assert plan_for(x, weight) is None  # fp32
-    assert plan_for(x.bfloat16(), weight) is None
-    assert plan_for(x.bfloat16(), weight.bfloat16()) == product_plan(4, 128, 576)
-    assert plan_for(x.bfloat16(), weight.bfloat16()[:, ::2]) is None
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 32])
 def test_model_shapes(num_rows):
     """At the shapes of an 8B model, many times over; cut anyhow where none is planned."""
     from specdec.kernels.few_rows import kernel
@@ -173,17 +148,35 @@ def test_model_shapes(num_rows):
         assert all(torch.equal(run(), first) for _ in range(50))
     for inner, width in ((14336, 4096), (1536, 576)):
         x, weight, _ = inputs(num_rows, 2 * inner, width, torch.bfloat16, bias=False)
-        run = partial(kernel.few_rows_gated, x, weight, None, own)
+        plan = product_plan(num_rows, inner, width, gated=True) or own
+        run = partial(kernel.few_rows_gated, x, weight, None, plan)
         first = run()
         close(first, reference.few_rows_gated(x, weight))
         assert all(torch.equal(run(), first) for _ in range(50))
+    for width in (4096, 14336):
+        x, weight, _ = inputs(num_rows, 4096, width, torch.bfloat16, bias=False)
+        residual, _, norm = inputs(num_rows, 4096, 4096, torch.bfloat16)
+        stream = (x, weight, None, residual, norm, 1e-5)
+        plan = product_plan(num_rows, 4096, width)
+        assert plan is not None
+        normed, summed = kernel.few_rows_add_norm(*stream, plan)
+        want, want_summed = reference.few_rows_add_norm(*stream)
+        close(summed, want_summed)
+        close(normed.rows, want.rows)
+        close(normed.squares.sum(-1, keepdim=True), summed.float().square().sum(-1)[:, None])
+        for _ in range(50):
+            again, same = kernel.few_rows_add_norm(*stream, plan)
+            assert torch.equal(same, summed)
+            assert torch.equal(again.rows, normed.rows)
+            assert torch.equal(again.squares, normed.squares)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "features", [{}, {"held": 2}, {"late": True, "held": 1}, {"ahead": 2}, {"overlap": False}]
 )
-def test_overlapped_chain_equals_one_by_one(features):
+@pytest.mark.parametrize("ends", [False, True], ids=["norms", "norms left"])
+def test_overlapped_chain_equals_one_by_one(features, ends):
     """Each kernel reads what the one before wrote, captured as a graph of overlapped launches."""
     from specdec.kernels.add_norm.kernel import add_norm
     from specdec.kernels.few_rows import kernel
@@ -194,15 +187,20 @@ def test_overlapped_chain_equals_one_by_one(features):
     plan = Plan(cols=32, step=128, split=2, warps=4, stages=4)._replace(**features)
 
     def chain(pause):
-        hidden, residual = x, None
+        normed, residual = add_norm(x, None, norm, 1e-5)
         for _ in range(20):
-            normed, residual = add_norm(hidden, residual, norm, 1e-5)
             pause()
             inner = kernel.few_rows_gated(normed, up, None, plan)
             pause()
-            hidden = kernel.few_rows(inner, down, None, plan)
-            pause()
-        return hidden
+            if ends:
+                last = (None, residual, norm, 1e-5, plan)
+                normed, residual = kernel.few_rows_add_norm(inner, down, *last)
+            else:
+                hidden = kernel.few_rows(inner, down, None, plan)
+                pause()
+                normed, residual = add_norm(hidden, residual, norm, 1e-5)
+        pause()
+        return residual
 
     expected = chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
@@ -212,181 +210,3 @@ def test_overlapped_chain_equals_one_by_one(features):
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, expected)
-
-
-def compiled(num_cols, width, gated, plan, num_rows=None, ending=""):
-    """The kernel as it is launched for 2 to 16 rows, or for `num_rows` as a constant.
-
-    Args:
-        ending: letters of what the product has besides: n its rows are a `Normed`, s it is added to
-            a stream.
-    """
-    kinds = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
-    optional = {"bias_ptr": "", "partial_ptr": "*fp32", "arrived_ptr": "*i32"}
-    if plan.split == 1:
-        optional |= {"partial_ptr": "", "arrived_ptr": ""}
-    optional |= {"squares_ptr": "*fp32" if "n" in ending else ""}
-    for name in ("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr"):
-        optional[name] = ("*fp32" if name == "sums_ptr" else "*bf16") if "s" in ending else ""
-    constants = {
-        **{name: None for name, kind in optional.items() if not kind},
-        "X_STRIDE": width, "N": num_cols, "K": width, "ROWS": 16,
-        "COLS": plan.cols, "BLOCK": 1 << (plan.cols - 1).bit_length(), "STEP": plan.step,
-        "SPLIT": plan.split, "AHEAD": plan.ahead, "HELD": plan.held, "LATE": plan.late,
-        "GATED": gated, "SQUARES": 128, "UPCAST": False, "EXACT": False, "OVERLAP": plan.overlap,
-    }  # fmt: skip
-    signature = kinds | {name: kind for name, kind in optional.items() if kind} | {"eps": "fp32"}
-    if num_rows is None:
-        signature["num_rows"] = "i32"
-    else:
-        constants["num_rows"] = num_rows
-    return Compile(
-        "specdec.kernels.few_rows.program", "few_rows_program", signature, constants,
-        plan.warps, plan.stages,
-    )  # fmt: skip
-
-
-def test_search_finds_the_best_cut_and_features():
-    """In the layers where a product is part of one, alone elsewhere."""
-    from specdec.kernels.few_rows.tune import PRODUCTS as TUNED
-    from specdec.kernels.few_rows.tune import Times, search
-
-    tried = []
-
-    def time(plan):
-        tried.append(plan)
-        if plan is None:
-            return Times(3.0, 9.0)
-        if plan.stages > 6:
-            return Times(float("inf"), float("inf"))
-        layers = 5 + abs(plan.split - 4) + abs(plan.held - 4) / 8
-        return Times(2.0 - plan.late, layers)
-
-    times = search(TUNED["o"], time, quick=True)
-    best = next(iter(times))
-    assert (best.cols, best.split, best.held, times[best].layers) == (32, 4, 4, 5)
-    assert len(tried) == len(set(tried)) == 1 + 2 * 5 + 6
-    assert set(search(TUNED["o"], time, quick=False)) >= set(times)
-    alone = search(TUNED["fc"], lambda plan: Times(time(plan).alone, 0.0), quick=True)
-    assert next(iter(alone)).late
-
-
-def test_search_names_lines_for_the_plan(monkeypatch, capsys):
-    """The whole command at small shapes, with a clock that stands still."""
-    from specdec.kernels.few_rows import tune
-
-    cuts = ((16, 32, 1, 2, 3),)
-    shapes = {"qkv": (96, 64), "o": (64, 64), "gate_up": (96, 64), "down": (64, 96)}
-    products = {
-        name: tune.Product(*shape, cuts, gated=name == "gate_up") for name, shape in shapes.items()
-    }
-    monkeypatch.setattr(tune, "PRODUCTS", products)
-    monkeypatch.setattr(tune, "SIZE", 64)
-    monkeypatch.setattr(tune, "ROWS", (2,))
-    monkeypatch.setattr(
-        tune, "_random", lambda rows, width: torch.randn(rows, width, device=DEVICE)
-    )
-
-    def weights(name):
-        num_cols, width, _, gated = products[name]
-        return [torch.randn(num_cols * (1 + gated), width, device=DEVICE)] * tune.LAYERS
-
-    def seconds_of(case):
-        assert case.run().isfinite().all()
-        return [1.0]
-
-    monkeypatch.setattr(tune, "_weights", weights)
-    monkeypatch.setattr(tune, "seconds_of", seconds_of)
-    monkeypatch.setattr(tune, "LAYERS", 1)
-    monkeypatch.setattr(tune, "FEATURES", tune.FEATURES[:2])
-    assert tune.main(["--quick", "gate_up"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "GATED: (96, 64, cuBLAS),  # gate_up"  # the first of equals
-    assert sum(line.startswith("gate_up") for line in lines) == 2 * 3  # each plan again at the end
-
-
-@pytest.mark.slow
-def test_tuned_cuts_fit_the_chip():
-    from specdec.kernels.few_rows.tune import PRODUCTS as TUNED
-
-    plans = {
-        (product.num_cols, product.width, product.gated, Plan(*cut)._replace(held=2))
-        for product in TUNED.values()
-        for cut in product.cuts
-    }
-    assert all(result.spilled == 0 for result in compile_sm90([compiled(*plan) for plan in plans]))
-
-
-def test_compiles_for_sm90():
-    from specdec.kernels.few_rows.kernel import FALLBACK
-
-    some = Plan(cols=32, step=128, split=2, warps=4, stages=4, ahead=2, held=2)
-    cuts = [
-        (6144, 4096, False, some),
-        (6144, 4096, False, some._replace(late=True), 1),
-        (14336, 4096, True, some._replace(split=1, cols=16)),
-        (14336, 4096, True, some._replace(split=1, cols=56), None, "n"),
-        (4096, 4096, False, some._replace(late=True), None, "s"),
-        (6144, 4096, False, some._replace(late=True), None, "n"),
-        (1000, 576, False, FALLBACK),
-    ]
-    planned = {
-        (min(num_cols, 128256), 4096 if width == ANY else width, gated, plan)
-        for gated, tables in ((False, PRODUCTS), (True, GATED))
-        for table in tables.values()
-        for num_cols, width, plan in table
-        if plan is not None
-    }
-    results = compile_sm90([compiled(*cut) for cut in (*cuts, *planned)])
-    for result in results:
-        assert result.spilled == 0
-        assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
-        assert "mma.sync" in result.ptx
-    for cut, result in zip(cuts, results[: len(cuts)], strict=True):
-        wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async.cg"))
-        assert wait < copies
-        assert ("bulk.prefetch.L2" in result.ptx[:wait]) == (cut[3].ahead > 0)
-        assert ("ld.global" in result.ptx[:wait]) == (cut[3].held > 0)  # weights, not activations
-        assert "st.shared" not in result.ptx[:copies]  # nothing waits for what is held
-        trigger = result.ptx.index("griddepcontrol.launch_dependents")
-        assert (trigger > copies) == cut[3].late
-
-
-def test_layers_run_it_where_it_is_planned(monkeypatch):
-    from specdec.kernels.few_rows import kernel
-    from specdec.kernels.runtime import using
-    from specdec.models import layers
-
-    seen = []
-
-    def spy(x, weight, bias=None, plan=None):
-        seen.append((x.shape[0], weight.shape[0], plan))
-        return x.new_zeros(x.shape[0], plan.cols)
-
-    monkeypatch.setattr(kernel, "few_rows", spy)
-    x, router, small = torch.randn(4, 512), torch.randn(128, 512), torch.randn(8, 512)
-    x, router, small = (tensor.to(DEVICE, torch.bfloat16) for tensor in (x, router, small))
-    layers.linear(x, router)
-    with using("triton"):
-        layers.linear(x, small)
-        layers.linear(x.repeat(9, 1), router)
-        layers.linear(x.float(), router.float())
-        assert not seen
-        layers.linear(x, router)
-    assert seen == [(4, 128, product_plan(4, 128, 512))]
-
-
-def test_a_feed_forward_part_on_kernels(monkeypatch):
-    """The same numbers as in torch, where plans give it to the kernel and where they do not."""
-    from specdec.kernels.few_rows import plan as plans
-    from specdec.kernels.runtime import using
-    from specdec.models import layers
-
-    x, gate_up, gate_up_bias = inputs(2, 2 * 512, 512, torch.bfloat16)
-    _, down, bias = inputs(1, 576, 512, torch.bfloat16)
-    expected = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
-    for plan in (None, Plan(cols=32, step=128, split=1, warps=4, stages=3)):
-        monkeypatch.setitem(plans.GATED, 16, ((plans.ANY, plans.ANY, plan),))
-        with using("triton"):
-            ours = layers.gated_mlp(x, gate_up, down, gate_up_bias, bias)
-        close(ours, expected)
