@@ -39,7 +39,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
 QUICK = 2  # features that every cut is tried with
 FINALISTS = 4  # plans of a product that are compared again when the others have theirs
 ROWS = (1, 4, 8, 16)
-LAYERS = 4
+LAYERS = bench.LAYERS
 
 
 class Product(NamedTuple):

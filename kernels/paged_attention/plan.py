@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 MAX_SPLITS = 32
 MIN_SHARE = 96  # keys of a split: with fewer, adding up the splits takes longer than they save
-ALONE = 8  # times that a call's tiles fit the chip, from where on each has all the room it can use
+ALONE = 8  # a call whose tiles fit the chip so many times leaves each all the room it can use
 
 
 class Plan(NamedTuple):

@@ -277,7 +277,9 @@ def test_rounding_does_not_depend_on_the_cut(start):
     given = problem([(4, start)], shape, 16, torch.bfloat16)
     num_requests = len(given.batch.block_tables)
     plan = plan_for(len(given.query), num_requests, 4, 9, 3, 64, start, 2, 132)
-    cuts = [plan._replace(keys=keys, splits=splits) for keys in (32, 64) for splits in (1, 2, 8)]
+    cuts = [
+        plan._replace(keys=keys, splits=splits) for keys in (32, 64, 128) for splits in (1, 2, 8)
+    ]
     first, *others = (run_kernel(given, plan=cut, max_query_len=4) for cut in cuts)
     for out in others:
         assert (out != first).float().mean() < 0.005
