@@ -189,27 +189,32 @@ def interleave(
     """Run the same requests through each engine.
 
     With several engines the requests are cut into chunks that fill a batch; the engines take turns
-    and change their order from chunk to chunk, so that a drift of the machine's speed meets both.
+    and change their order from turn to turn, so that a drift of the machine's speed meets both. One
+    chunk alone is run twice, once in either order.
 
     Returns:
-        Results of each engine in the order of `requests`, and its seconds.
+        Results of each engine in the order of `requests`, and its seconds for all of them once.
     """
     results: list[list[Result]] = [[] for _ in engines]
     seconds = [0.0] * len(engines)
-    num_chunks = 1
+    num_chunks = num_passes = 1
     if len(engines) > 1:
-        fitting = len(requests) // engines[0].limits.max_num_seqs
-        num_chunks = min(max(fitting, 2), MAX_CHUNKS, len(requests))
+        num_chunks = max(1, min(len(requests) // engines[0].limits.max_num_seqs, MAX_CHUNKS))
+        num_passes = 2 if num_chunks == 1 else 1
     bounds = [len(requests) * i // num_chunks for i in range(num_chunks + 1)]
-    for chunk, (start, end) in enumerate(pairwise(bounds)):
+    chunks = [requests[start:end] for start, end in pairwise(bounds)]
+    for turn, chunk in enumerate(chunks * num_passes):
         order = list(range(len(engines)))
-        for index in order if chunk % 2 == 0 else order[::-1]:
+        for index in order if turn % 2 == 0 else order[::-1]:
+            first_time = turn < num_chunks
 
-            def on_output(output: Any, first: bool = index == 0) -> None:
-                if first and output.finish_reason:
+            def on_output(output: Any, counts: bool = first_time and index == 0) -> None:
+                if counts and output.finish_reason:
                     advance()
 
             began = time.perf_counter()
-            results[index].extend(generate(engines[index], requests[start:end], on_output))
-            seconds[index] += time.perf_counter() - began
+            found = generate(engines[index], chunk, on_output)
+            seconds[index] += (time.perf_counter() - began) / num_passes
+            if first_time:
+                results[index].extend(found)
     return results, seconds
