@@ -18,11 +18,12 @@ from specdec.experiments import decoding
     ],
 )
 def test_batches_are_full_and_orders_change(num_requests, num_engines, turns, monkeypatch):
-    engines = [SimpleNamespace(limits=SimpleNamespace(max_num_seqs=4)) for _ in range(num_engines)]
+    limits = SimpleNamespace(max_num_seqs=4)
+    engines = [SimpleNamespace(limits=limits, index=index) for index in range(num_engines)]
     seen, clock, advanced = [], [0.0], []
 
     def generate(engine, requests, on_output):
-        index = engines.index(engine)
+        index = engine.index
         seen.append((index, len(requests)))
         clock[0] += len(requests) * (1 + index)
         for _ in requests:
