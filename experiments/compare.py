@@ -67,7 +67,7 @@ class Table(NamedTuple):
 
 @hydra_script("compare", record=False)
 def main(cfg: DictConfig, folder: Path) -> None:
-    from specdec.experiments.pairing import compare_all
+    from specdec.experiments.pairing import compare_all, in_short
     from specdec.experiments.plots import plot_compare
     from specdec.experiments.runs import find_runs, labels, select, varied
     from specdec.experiments.tables import print_table
@@ -91,7 +91,7 @@ def main(cfg: DictConfig, folder: Path) -> None:
     (folder / "compare.html").write_text(page, encoding="utf-8")
     for table in tables:
         print_table(*table)
-    for note in notes:
+    for note in [*found.notes, *(in_short(pair) for pair in pairs if pair.kind == "refused")]:
         print(note)
     print(f"results: {folder}")
 

@@ -14,6 +14,7 @@ from specdec.values import PENALTIES
 PARTS = ("prompt_id", "turn", "category", "sample")
 REQUESTS = ("sampling.temperature", "sampling.max_tokens", "sampling.ignore_eos")
 FILTERS = {"sampling.top_k": 0, "sampling.top_p": 1.0, "sampling.min_p": 0.0}  # where they are off
+LINE = 150  # characters of a refusal in short
 
 
 class Sums(NamedTuple):
@@ -22,6 +23,13 @@ class Sums(NamedTuple):
     committed: np.ndarray
     rounds: np.ndarray
     prompt_ids: tuple[str, ...]  # sorted
+
+
+class Refusal(NamedTuple):
+    """Why two runs may not be compared."""
+
+    reason: str  # one line with the key that differs
+    keys: list[str]  # settings that differ and explain it, where there are any
 
 
 class Pair(NamedTuple):
@@ -43,6 +51,7 @@ class Pair(NamedTuple):
     differing_texts: float | None  # share of the outputs
     num_prompts: int
     speed_ratio: float | None  # a's tokens a second over b's; None on other machines or settings
+    keys: Sequence[str] = ()  # settings that explain a refusal
 
 
 def by_prompt(run: Run) -> Sums:
@@ -64,10 +73,10 @@ def compare_all(runs: Sequence[Run]) -> list[Pair]:
     pairs = []
     for i, j in combinations(range(len(runs)), 2):
         a, b = runs[i], runs[j]
-        reason = refusal(a, b)
+        refused = refusal(a, b)
         texts = differing_texts(a, b)
-        if reason:
-            pairs.append(_refused(a, b, reason))
+        if refused:
+            pairs.append(_refused(a, b, refused))
             continue
         lengths = [metrics.ratio(s.committed.sum(), s.rounds.sum()) for s in (sums[i], sums[j])]
         known = lengths[0] is not None and lengths[1] is not None
@@ -91,22 +100,47 @@ def compare_all(runs: Sequence[Run]) -> list[Pair]:
     return [pair._replace(p_holm=p) for pair, p in zip(pairs, adjusted, strict=True)]
 
 
-def _refused(a: Run, b: Run, reason: str) -> Pair:
+def _refused(a: Run, b: Run, refused: Refusal) -> Pair:
     nothing = dict.fromkeys(("difference", "low", "high", "p", "p_holm", "differing_texts"))
-    return Pair(a, b, "refused", reason, **nothing, num_prompts=0, speed_ratio=None)
+    reason, keys = refused
+    return Pair(a, b, "refused", reason, **nothing, num_prompts=0, speed_ratio=None, keys=keys)
 
 
-def refusal(a: Run, b: Run) -> str:
-    """Why two runs may not be compared: one line with the key that differs; empty if they may."""
+def in_short(pair: Pair) -> str:
+    """A refused pair in one line of a terminal: the first setting that differs, and how many more
+    do; the reason where none does. What is too long loses its middle."""
+    if pair.keys:
+        key, *more = pair.keys
+        rest = f", and {len(more)} more" if more else ""
+        room = (LINE // 2 - len(f"{key} is  and {rest}")) // 2
+        told = [_shown(run.setting(key)) for run in (pair.a, pair.b)]
+        what = f"{key} is {' and '.join(_clipped(told, room))}{rest}"
+    else:
+        (what,) = _clipped([pair.reason], LINE // 2)
+    what = f" are not compared: {what}"
+    room = (LINE - len(f" and {what}")) // 2
+    return " and ".join(_clipped([pair.a.name, pair.b.name], room)) + what
+
+
+def _clipped(texts: Sequence[str], length: int) -> Sequence[str]:
+    """Texts of at most so many characters, more of the end than of the beginning; whole ones where
+    that would make them the same."""
+    start = (length - 3) // 3
+    short = [t if len(t) <= length else f"{t[:start]}...{t[start + 3 - length :]}" for t in texts]
+    return short if len(set(short)) == len(texts) else texts
+
+
+def refusal(a: Run, b: Run) -> Refusal | None:
+    """Why two runs may not be compared; None if they may."""
     return (
         _other_model(a, b)
         or _other_sampling(a, b)
         or _other_prompts(a, b)
-        or (_other_texts(a, b) if must_agree(a, b) else "")
+        or (_other_texts(a, b) if must_agree(a, b) else None)
     )
 
 
-def _other_model(a: Run, b: Run) -> str:
+def _other_model(a: Run, b: Run) -> Refusal | None:
     """Another target or another chat template; old runs have only the settings to tell."""
     for name, keys in (
         ("target", ("target.path",)),
@@ -116,20 +150,21 @@ def _other_model(a: Run, b: Run) -> str:
         prints = [run.summary.get(f"{name}_sha256") for run in (a, b)]
         if None in prints:
             if settings:
-                return _differs(settings[0], a, b)
+                return Refusal(_differs(settings[0], a, b), settings)
         elif prints[0] != prints[1]:
             if settings:
-                return f"{name}: {_differs(settings[0], a, b)}"
-            return f"{name}: what {keys[0]}={a.setting(keys[0])} names has changed between the runs"
-    return ""
+                return Refusal(f"{name}: {_differs(settings[0], a, b)}", settings)
+            told = f"what {keys[0]}={a.setting(keys[0])} names has changed between the runs"
+            return Refusal(f"{name}: {told}", [])
+    return None
 
 
-def _other_sampling(a: Run, b: Run) -> str:
+def _other_sampling(a: Run, b: Run) -> Refusal | None:
     keys = [key for key in REQUESTS if a.setting(key) != b.setting(key)]
     keys += [f"sampling.{name}" for name in PENALTIES if _penalty(a, name) != _penalty(b, name)]
     if not keys and temperature(a) > 0:
         keys = [key for key, off in FILTERS.items() if _on(a, key, off) != _on(b, key, off)]
-    return _differs(keys[0], a, b) if keys else ""
+    return Refusal(_differs(keys[0], a, b), keys) if keys else None
 
 
 def _penalty(run: Run, name: str) -> Any:
@@ -144,7 +179,9 @@ def _on(run: Run, key: str, off: float) -> Any:
     return off if value is None or (off == 0 and value <= 0) else value
 
 
-def _other_prompts(a: Run, b: Run) -> str:
+def _other_prompts(a: Run, b: Run) -> Refusal | None:
+    settings = _data_keys(a, b)
+    told = "".join(f"; {_differs(key, a, b)}" for key in settings)
     keys = [{row.key for row in run.rows} for run in (a, b)]
     if keys[0] != keys[1]:
         for depth, part in enumerate(PARTS, 1):
@@ -153,21 +190,22 @@ def _other_prompts(a: Run, b: Run) -> str:
             if lone:
                 owner = a if lone[0] in parts[0] else b
                 prompt = f" of prompt {lone[0][0]!r}" if depth > 1 else ""
-                return (
+                return Refusal(
                     f"{part}: {lone[0][-1]!r}{prompt} is in {owner.name} only "
-                    f"({len(keys[0])} and {len(keys[1])} outputs{_data_keys(a, b)})"
+                    f"({len(keys[0])} and {len(keys[1])} outputs{told})",
+                    settings,
                 )
     prints = [run.summary.get("prompts_sha256") for run in (a, b)]
     if None not in prints and prints[0] != prints[1]:
-        return f"prompts: the ids are the same and the texts are not{_data_keys(a, b)}"
-    return ""
+        return Refusal(f"prompts: the ids are the same and the texts are not{told}", settings)
+    return None
 
 
-def _data_keys(a: Run, b: Run) -> str:
+def _data_keys(a: Run, b: Run) -> list[str]:
     """The settings of the data that explain it, where there are any."""
     keys = [key for key in a.flat if key.startswith("data.") and key in b.flat]
     keys += ["sampling.num_samples"]
-    return "".join(f"; {_differs(key, a, b)}" for key in keys if a.setting(key) != b.setting(key))
+    return [key for key in keys if a.setting(key) != b.setting(key)]
 
 
 def must_agree(a: Run, b: Run) -> bool:
@@ -176,17 +214,18 @@ def must_agree(a: Run, b: Run) -> bool:
     return temperature(a) == 0 and dtypes == {"float32"}
 
 
-def _other_texts(a: Run, b: Run) -> str:
+def _other_texts(a: Run, b: Run) -> Refusal | None:
     texts = {row.key: row.text_sha256 for row in b.rows}
     for row in a.rows:
         if texts[row.key] != row.text_sha256:
             prompt, turn, _, sample = row.key
             share = differing_texts(a, b)
-            return (
+            return Refusal(
                 f"text_sha256: the greedy texts of prompt {prompt!r}, turn {turn}, sample {sample} "
-                f"differ between {a.name} and {b.name}, as {share:.1%} of them do"
+                f"differ between {a.name} and {b.name}, as {share:.1%} of them do",
+                [],
             )
-    return ""
+    return None
 
 
 def differing_texts(a: Run, b: Run) -> float | None:

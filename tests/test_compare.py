@@ -305,6 +305,32 @@ def test_pairs_are_compared_where_others_are_refused(tmp_path, monkeypatch, capf
     assert "a and c are not compared" in (tmp_path / "out" / "compare.html").read_text()
 
 
+def test_each_refusal_is_one_short_line(tmp_path, monkeypatch, capfd):
+    """Runs with names as long as a sweep's jobs have; the page tells the reasons in full."""
+    stem = "propose-autoregressive_num_draft_tokens-4_temperature-0.7_top_p-0.95_max_tokens-128"
+    first = write_run(tmp_path / f"{stem}_aaaaaa")
+    same = write_run(tmp_path / f"{stem}_bbbbbb")
+    other = {"data__path": f"{'long/' * 9}q.jsonl", "data__system_prompt": "You know. " * 9}
+    data = write_run(tmp_path / f"{stem}_cccccc", ids=range(4), data__num_prompts=4, **other)
+    texts = write_run(tmp_path / f"{stem}_dddddd", texts="other")
+    hot = write_run(tmp_path / "hot", sampling__temperature=0.7, sampling__max_tokens=9)
+    code, _ = run_compare(tmp_path / "out", [first, same, data, texts, hot], monkeypatch)
+    assert code == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if "are not compared" in line]
+    assert len(lines) == 9
+    assert max(map(len, lines)) <= 150
+    told = dict(line.split(" are not compared: ") for line in lines)
+    named = [(a[-6:], b[-6:]) for a, b in (names.split(" and ") for names in told)]
+    assert named[0] == ("aaaaaa", "cccccc")
+    reasons = list(told.values())
+    assert reasons[0].startswith("data.path is p.jsonl and long/l...")
+    assert reasons[0].endswith("/q.jsonl, and 2 more")
+    assert reasons[1].startswith("text_sha256: ")
+    assert reasons[2] == "sampling.temperature is 0.0 and 0.7, and 1 more"
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert f"data.num_prompts is null in {stem}_aaaaaa and 4 in {stem}_cccccc" in page
+
+
 def test_intervals_and_p_values_of_many_runs(tmp_path, monkeypatch):
     paths = [
         write_run(
