@@ -96,7 +96,7 @@ def hydra_script(
                     script()
             except JobFailed as failed:
                 if failed.__cause__ is not None and one_line(failed.__cause__) is not None:
-                    _leave_no_trace()
+                    _leave_no_trace(reported=True)
                 sys.exit(1)
             except KeyboardInterrupt:
                 sys.exit(130)
@@ -107,7 +107,7 @@ def hydra_script(
                 line = one_line(error)
                 if line is None:
                     raise
-                _leave_no_trace()
+                _leave_no_trace(reported=False)
                 print(f"error: {line}", file=sys.stderr)
                 sys.exit(1)
             finally:
@@ -119,10 +119,15 @@ def hydra_script(
     return decorate
 
 
-def _leave_no_trace() -> None:
-    """Undo what Hydra and `run_job` wrote where a task was refused before it wrote anything."""
+def _leave_no_trace(*, reported: bool) -> None:
+    """Undo what Hydra and `run_job` wrote where a task was refused before it wrote anything.
+
+    Args:
+        reported: `run_job` wrote the failure to the log; any other line there is to be kept.
+    """
     for found in launching.found:
-        if launching.is_as_found(found, loggers.opened):
+        quiet = reported or not launching.has_logged(found)
+        if quiet and launching.is_as_found(found, loggers.opened):
             launching.put_back(found)
 
 

@@ -129,6 +129,12 @@ def is_as_found(before: Found, logged: Container[str]) -> bool:
     return others == before.others
 
 
+def has_logged(before: Found) -> bool:
+    """Whether the script's log has grown, by its own lines or another process's."""
+    logs = [path for path in before.records if path.suffix == ".log"]
+    return any(p.is_file() and p.read_bytes() != (before.records[p] or b"") for p in logs)
+
+
 def put_back(before: Found) -> None:
     """Take away, or write back, what they wrote; what the system refuses stays."""
     if not before.had_log:

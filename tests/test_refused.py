@@ -1,13 +1,16 @@
 """A run that is refused before it wrote anything leaves nothing behind."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from scripts import call, status_of, tiny_job
 
 from specdec.errors import ConfigError
-from specdec.experiments import acceptance, pretrain
+from specdec.experiments import acceptance, compare, pretrain
+from specdec.experiments.jobs import hydra_script
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +143,56 @@ def test_a_sweep_keeps_its_refused_jobs_and_no_folder_without_a_job(
     assert status["status"] == "failed"
     assert "propose.num_draft_tokens=-1 must be" in status["error"]
     assert (tmp_path / "grid" / "sweep.csv").exists()
+
+
+@pytest.fixture(scope="module")
+def serve():
+    script = Path(__file__).resolve().parent.parent / "serve.py"
+    spec = importlib.util.spec_from_file_location("serve", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main = hydra_script("serve", record=False)(module.serve)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "said"),
+    [
+        ("compare", ["runs=/no/such/*"], "names no finished run"),
+        ("compare", [], "runs has no value"),
+        ("serve", ["+prot=9"], "did you mean 'port'"),
+        ("serve", ["port=0", "target.path=/no/such"], "no checkpoint at /no/such"),
+    ],
+)
+def test_scripts_without_a_record(script, argv, said, serve, tmp_path, monkeypatch, capfd):
+    """No folder is left, and one that was there keeps what a user and an earlier run put there."""
+    main = {"compare": compare, "serve": serve}[script].main
+    monkeypatch.chdir(tmp_path)
+    assert call(main, argv, monkeypatch) == 1
+    assert said in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    for name in ("notes.txt", "compare.csv", "serve.log", ".hydra/config.yaml"):
+        (tmp_path / "run" / name).write_text("mine\n")
+    before = tree(tmp_path)
+    assert call(main, [*argv, f"hydra.run.dir={tmp_path}/run"], monkeypatch) == 1
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("earlier", [None, "of an earlier run\n"])
+def test_a_log_that_grew_stays(earlier, serve, tmp_path, monkeypatch, capfd):
+    """By another server's lines in the same folder, or its own before it failed."""
+    log = tmp_path / "run" / "serve.log"
+    if earlier:
+        log.parent.mkdir()
+        log.write_text(earlier)
+
+    def taken(host, port):
+        with log.open("a") as file:
+            file.write("of a running server\n")
+        raise ConfigError("cannot listen")
+
+    monkeypatch.setattr(serve, "listen", taken)
+    assert call(serve.main, [f"hydra.run.dir={log.parent}"], monkeypatch) == 1
+    assert "cannot listen" in capfd.readouterr().err
+    assert log.read_text() == f"{earlier or ''}of a running server\n"
