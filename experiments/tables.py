@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 PLAIN_WIDTH = 120  # columns where the output is no terminal
+SHORT = 12  # characters of a cell that is not broken
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -21,14 +23,40 @@ def number(value: Any, digits: int = 3) -> str:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print to stdout, wide enough for a file or a pipe too; nameless columns get no header."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    texts = list(zip(columns, *cells, strict=True))
+    whole = [_longest(column) for column in texts]
+    least = [
+        _longest([*title.split(), *(cell for cell in column if len(cell) <= SHORT)])
+        for title, *column in texts
+    ]
+    lines = 3 * len(columns) + 1  # the table's own and a space on both sides of each
+    width = None if sys.stdout.isatty() else max(PLAIN_WIDTH, sum(least) + lines)
+    console = Console(width=width)
+    widths = _widths(whole, least, console.width - lines)
     table = Table(show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*row)
     console.print(title, markup=False, highlight=False)
     console.print(table)
+
+
+def _longest(texts: Sequence[str]) -> int:
+    return max(map(cell_len, texts), default=1) or 1
+
+
+def _widths(whole: Sequence[int], least: Sequence[int], room: int) -> Sequence[int | None]:
+    """The columns' widths: the widest give way first and none below its least, so that figures and
+    the words of titles stay whole; None in a terminal that is too narrow for these."""
+    if sum(least) > room:
+        return [None] * len(whole)
+    widths = list(whole)
+    while sum(widths) > room:
+        loose = [c for c in range(len(widths)) if widths[c] > least[c]]
+        widths[max(loose, key=widths.__getitem__)] -= 1
+    return widths
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from scripts import call, jobs_of, rows_of, status_of, summary_of, tiny_job
 import specdec.experiments
 from specdec import build
 from specdec.checks import one_line
-from specdec.experiments import acceptance, sweep
+from specdec.experiments import acceptance, sweep, tables
 from specdec.experiments.launching import job_folder
 
 SCRIPT = Path(specdec.experiments.__file__).with_name("acceptance.py")
@@ -224,6 +224,35 @@ def test_a_status_that_cannot_be_read_does_not_spoil_the_table(tmp_path):
         (tmp_path / name / "status.json").write_text(text)
     assert [row["job"] for row in sweep.rebuild(tmp_path)] == ["b"]
     assert rows_of(tmp_path / "sweep.csv")[0]["k"] == "1"
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_the_tables_titles_stay_whole(width, monkeypatch, capfd):
+    """The columns of long values and of titles of several words give way."""
+    swept = {"propose.num_draft_tokens": "4", "sampling.temperature": "0.7"}
+    swept |= {"target.path": "m" * 90, "sampling.top_p": "0.9"}
+    numbers = {"acceptance_length": 2.5, "acceptance_rate": 0.5, "tokens_per_second": 1234.5}
+    other = dict.fromkeys(swept, "0.12")
+    rows = [{"job": "a", "status": "done", **keys, **numbers} for keys in (swept, other)]
+    monkeypatch.setattr(tables, "PLAIN_WIDTH", width)
+    sweep.print_rows(rows)
+    lines = capfd.readouterr().out.splitlines()
+    title = " ".join(line for line in lines if line.startswith("┃"))
+    assert {"num_draft_tokens", "temperature", "path", "status"} < set(title.split())
+    assert "1234.500" in "".join(lines)
+    assert max(map(len, lines)) == width
+    assert "".join(lines).count("m") >= 90
+
+
+def test_many_long_titles_make_a_file_wider_and_a_terminal_fold(monkeypatch, capfd):
+    columns = [f"a_very_long_name_of_key_{n}" for n in range(6)]
+    tables.print_table("t", columns, [["1"] * 6])
+    out = capfd.readouterr().out
+    assert all(f" {column} " in out for column in columns)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    tables.print_table("t", columns, [["1"] * 6])
+    assert len(capfd.readouterr().out.splitlines()[-1]) <= 100  # the table's lower edge
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(tmp_path):
