@@ -31,7 +31,7 @@ register()
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("generate", "retokenize", "pretrain", "head", "quality", "export")
-BY_PAIR = ("pretrain", "head", "quality")
+ON_GPU = ("generate", "pretrain", "head", "quality")  # by default, where there is one
 
 
 class StageFailed(SpecdecError):
@@ -56,6 +56,7 @@ def make_pairs(cfg: DictConfig, folder: Path) -> None:
     if unknown:
         raise ConfigError(f"stages={list(cfg.stages)}: known are {', '.join(STAGES)}")
     path = Path(cfg.path).absolute()
+    check_gpu(cfg, path)
     path.mkdir(parents=True, exist_ok=True)
     for stage in (generate_stage(cfg, path), retokenize_stage(cfg, path)):
         if stage.name in cfg.stages:
@@ -68,6 +69,27 @@ def make_pairs(cfg: DictConfig, folder: Path) -> None:
     if "export" in cfg.stages:
         for pair in cfg.pairs:
             export_pair(cfg, path, pair)
+
+
+def check_gpu(cfg: DictConfig, path: Path) -> None:
+    """Raises ConfigError where a stage that is to run would look for a GPU and there is none."""
+    import torch
+
+    pairs = [stage for pair in cfg.pairs for stage in pair_stages(cfg, path, pair)]
+    left = {stage.name for stage in (generate_stage(cfg, path), *pairs) if not is_done(stage)}
+    told = {name: [*cfg.overrides.all, *cfg.overrides[name]] for name in ON_GPU}
+    free = [
+        name
+        for name in ON_GPU
+        if name in left.intersection(cfg.stages)
+        and not any(override.startswith("device=") for override in told[name])
+    ]
+    if free and not torch.cuda.is_available():
+        fix = " ".join(f"\"overrides.{name}=['device=cpu']\"" for name in free)
+        raise ConfigError(
+            f"there is no GPU for {', '.join(free)}; {fix} makes the pairs here all the same, "
+            "worse ones in the same seconds"
+        )
 
 
 def generate_stage(cfg: DictConfig, path: Path) -> Stage:

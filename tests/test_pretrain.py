@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import tarfile
@@ -233,6 +234,31 @@ def test_the_driver_names_the_stage_that_failed(tmp_path):
     cfg.stages = ["bake"]
     with pytest.raises(driver.ConfigError, match="known are generate"):
         driver.make_pairs(cfg, tmp_path / "run")
+
+
+def test_the_driver_asks_for_a_gpu_or_to_be_told_to_do_without(tmp_path, monkeypatch):
+    """Only for stages that are left; the line that names the fix can be copied as it is."""
+    ran = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "run_stage", lambda cfg, stage: ran.append(stage.name))
+    path = tmp_path / "pairs"
+    asked = [f"path={path}", "stages=[generate,retokenize,head]", "pairs=[qwen3_eagle]"]
+    with pytest.raises(driver.ConfigError, match="no GPU for generate, head;") as refused:
+        driver.make_pairs(composed("pairs", tmp_path / "run", *asked), tmp_path / "run")
+    assert not path.exists()
+    assert ran == []
+    fix = re.findall(r'"(.*?)"', str(refused.value))
+    assert len(fix) == 2
+    driver.make_pairs(composed("pairs", tmp_path / "run", *asked, *fix), tmp_path / "run")
+    assert ran == ["generate", "retokenize", "head"]
+
+    (path / "generate").mkdir()
+    (path / "generate" / "summary.json").write_text("{}")  # done before
+    with pytest.raises(driver.ConfigError, match=r"^there is no GPU for head;"):
+        driver.make_pairs(composed("pairs", tmp_path / "run", *asked), tmp_path / "run")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    driver.make_pairs(composed("pairs", tmp_path / "run", *asked), tmp_path / "run")
+    assert len(ran) == 6
 
 
 @pytest.mark.parametrize(
