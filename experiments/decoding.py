@@ -2,23 +2,24 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig
 
 from specdec.build import BoundStages, Models, build_engine, context_length
 from specdec.engine import Engine
+from specdec.engine import Output as EngineOutput
 from specdec.errors import RequestError
-from specdec.generate import Result, generate
+from specdec.generate import Result, generate, stepwise
 from specdec.metrics import Output
 from specdec.prompts import Prompt, PromptSet, render
 from specdec.runner import Kind
 from specdec.schedule import Request
 
-MAX_CHUNKS = 8  # alternations between the two engines
+TURN_SECONDS = 0.2  # that an engine runs before another does
 WARMUP_TOKENS = 8
 
 
@@ -60,8 +61,8 @@ def decode_prompts(
     """Run every turn of every prompt, a turn of all prompts at a time with continuous batching.
 
     Args:
-        baseline: stages that decode the same requests too, in alternating chunks of prompts.
-        advance: called when an output of `bound` is complete.
+        baseline: stages that decode the same requests too, taking turns with `bound`.
+        advance: called when an output is complete.
 
     Raises:
         RequestError: a prompt does not fit the context.
@@ -186,35 +187,46 @@ def interleave(
     requests: Sequence[Request],
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[list[list[Result]], list[float]]:
-    """Run the same requests through each engine.
+    """Run the same requests through each engine, as if it were alone.
 
-    With several engines the requests are cut into chunks that fill a batch; the engines take turns
-    and change their order from turn to turn, so that a drift of the machine's speed meets both. One
-    chunk alone is run twice, once in either order.
+    The engines take short turns, so that a drift of the machine's speed meets all.
+
+    Args:
+        advance: called for every request, when the last engine is done with it.
 
     Returns:
-        Results of each engine in the order of `requests`, and its seconds for all of them once.
+        Results of each engine in the order of `requests`, and the seconds of its turns.
     """
-    results: list[list[Result]] = [[] for _ in engines]
+    finished = [0] * len(engines)
     seconds = [0.0] * len(engines)
-    num_chunks = num_passes = 1
-    if len(engines) > 1:
-        num_chunks = max(1, min(len(requests) // engines[0].limits.max_num_seqs, MAX_CHUNKS))
-        num_passes = 2 if num_chunks == 1 else 1
-    bounds = [len(requests) * i // num_chunks for i in range(num_chunks + 1)]
-    chunks = [requests[start:end] for start, end in pairwise(bounds)]
-    for turn, chunk in enumerate(chunks * num_passes):
-        order = list(range(len(engines)))
-        for index in order if turn % 2 == 0 else order[::-1]:
-            first_time = turn < num_chunks
+    began = 0.0  # when the turn did
 
-            def on_output(output: Any, counts: bool = first_time and index == 0) -> None:
-                if counts and output.finish_reason:
+    def run(index: int) -> Generator[None, None, list[Result]]:
+        def on_output(output: EngineOutput) -> None:
+            if output.finish_reason:
+                before = min(finished)
+                finished[index] += 1
+                if min(finished) > before:
                     advance()
 
+        def clock() -> float:
+            return seconds[index] + time.perf_counter() - began
+
+        return stepwise(engines[index], requests, on_output, clock)
+
+    runs = {index: run(index) for index in range(len(engines))}
+    results: list[list[Result]] = [[] for _ in engines]
+    while runs:
+        for index, steps in list(runs.items()):
             began = time.perf_counter()
-            found = generate(engines[index], chunk, on_output)
-            seconds[index] += (time.perf_counter() - began) / num_passes
-            if first_time:
-                results[index].extend(found)
+            try:
+                next(steps)
+                while len(runs) == 1 or time.perf_counter() - began < TURN_SECONDS:
+                    next(steps)
+            except StopIteration as end:
+                results[index] = end.value
+                del runs[index]
+            if engines[index].runner.device.type == "cuda":
+                torch.cuda.synchronize(engines[index].runner.device)  # a step may be in flight
+            seconds[index] += time.perf_counter() - began
     return results, seconds

@@ -1,7 +1,7 @@
 """Requests run to their end by an engine."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from specdec.engine import Engine, Output, Round
@@ -30,6 +30,25 @@ def generate(
     `seconds` of a result run from its first token's step to its last. Raises RequestError before
     any is queued.
     """
+    steps = stepwise(engine, requests, on_output)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def stepwise(
+    engine: Engine,
+    requests: Iterable[Request],
+    on_output: Callable[[Output], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Generator[None, None, list[Result]]:
+    """`generate`, pausing after every step; the results are what the generator returns.
+
+    Args:
+        clock: seconds by which results are timed.
+    """
     requests = list(requests)
     for request in requests:
         engine.check(request)
@@ -39,16 +58,17 @@ def generate(
     first: dict[int, float] = {}
     ended: dict[int, tuple[str, float]] = {}
     while engine.has_unfinished:
-        began = time.perf_counter()
+        began = clock()
         for output in engine.step():
             first.setdefault(output.request_id, began)
             tokens[output.request_id].extend(output.token_ids)
             if output.round is not None:
                 rounds[output.request_id].append(output.round)
             if output.finish_reason:
-                ended[output.request_id] = (output.finish_reason, time.perf_counter())
+                ended[output.request_id] = (output.finish_reason, clock())
             if on_output is not None:
                 on_output(output)
+        yield
     return [
         Result(
             request_id=i,
