@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
 from specdec.experiments.targets import initialiser, target_layout
 from specdec.models.axes import FAMILIES as HEAD_FAMILIES
 from specdec.models.axes import HeadAxes
@@ -80,7 +80,12 @@ def random_draft(settings: Mapping[str, Any], target: Target, *, seed: int = 1) 
     axes: HeadAxes = HEAD_FAMILIES[name].axes
     if HEAD_FAMILIES[name].method == "eagle3":
         axes = eagle3_axes(settings, axes)
-    config = head_config(settings, name, axes, target)
+    try:
+        config = head_config(settings, name, axes, target)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"draft_shape does not fit this shape: {error}, or name another (draft_shape=eagle3_tiny)"
+        ) from error
     shapes, given = dict(shapes_of(head_layout(config))), {}
     rows = settings.get("draft_vocab_size")
     if rows:

@@ -199,6 +199,7 @@ def test_plain_decoding_builds_no_head(tmp_path, monkeypatch):
         ("shape.num_hidden_layers=0", "num_hidden_layers=0 must be a number"),
         ("draft_shape.hidden_size=wide", "hidden_size='wide' must be a number"),
         ("draft_shape.draft_vocab_size=5000", "draft_vocab_size=5000 exceeds"),
+        ("draft_shape=eagle3_8b", "or name another (draft_shape=eagle3_tiny)"),
     ],
 )
 def test_what_is_refused(override, said, tmp_path, monkeypatch, capsys):
