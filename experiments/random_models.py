@@ -84,7 +84,8 @@ def random_draft(settings: Mapping[str, Any], target: Target, *, seed: int = 1) 
         config = head_config(settings, name, axes, target)
     except CheckpointError as error:
         raise ConfigError(
-            f"draft_shape does not fit this shape: {error}, or name another (draft_shape=eagle3_tiny)"
+            f"draft_shape does not fit this shape: {error}, or name another "
+            "(draft_shape=eagle3_tiny)"
         ) from error
     shapes, given = dict(shapes_of(head_layout(config))), {}
     rows = settings.get("draft_vocab_size")
