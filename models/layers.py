@@ -40,8 +40,12 @@ class Product(NamedTuple):
 
 def linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: [..., in] times [out, in] (plain or from `pack`) gives [..., out]."""
+    if (plan := _few_rows_plan(x, weight)) is not None:
+        from specdec.kernels.few_rows.kernel import few_rows
+
+        return few_rows(x, weight, bias, plan)
     if isinstance(x, Normed):
-        return made(product(x, weight, bias))
+        x = (x.rows * x.scale()).to(x.rows.dtype)
     if isinstance(weight, Fp8Weight):
         return quantised_linear(x, weight, bias)
     if weight.is_mkldnn:
@@ -50,10 +54,6 @@ def linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Te
             x = F.pad(x, (0, 0, 0, PACKED_MIN_ROWS - rows))
             return _packed_linear(x, weight, bias)[:rows]
         return _packed_linear(x, weight, bias)
-    if (plan := _few_rows_plan(x, weight)) is not None:
-        from specdec.kernels.few_rows.kernel import few_rows
-
-        return few_rows(x, weight, bias, plan)
     return F.linear(x, weight, bias)
 
 
@@ -65,8 +65,6 @@ def product(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> T
     plan = _few_rows_plan(x, weight)
     if plan is not None and weight.dtype in WIDE:
         return Product(x, weight, bias, plan)
-    if isinstance(x, Normed):
-        x = (x.rows * x.scale()).to(x.rows.dtype)
     return linear(x, weight, bias)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from specdec.kernels.moe.plan import takes
 from specdec.kernels.moe.reference import add_shared, grouped_sigmoid_topk, softmax_topk
 from specdec.kernels.runtime import uses_triton
-from specdec.models.layers import Normed, Product, gated_part, linear, pack, product, swiglu
+from specdec.models.layers import Normed, Product, gated_part, linear, made, pack, product, swiglu
 from specdec.models.parts import Part, part
 
 DENSE_EXPERTS = 16  # up to which training runs them all
@@ -69,7 +69,7 @@ class SoftmaxMoe(NamedTuple):
 
 def mlp(params: Mlp, hidden: Tensor) -> Tensor:
     """[..., H] -> [..., H]."""
-    return linear(gated_part(hidden, params.gate_up), params.down)
+    return made(mlp_product(params, hidden))
 
 
 def mlp_product(params: Mlp, hidden: Tensor | Normed) -> Tensor | Product:

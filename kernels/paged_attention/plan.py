@@ -49,7 +49,8 @@ def plan_for(
         tiles, each = ragged, 0
     # block ids come two stages before the keys that they place, so that 3 stages hold one
     # iteration's keys in waiting and 5 hold two
-    keys, stages, share = (32, 5, MIN_SHARE) if rows == 16 else (64, 3, MIN_SHARE)
+    keys, stages = (32, 5) if rows == 16 else (64, 3)
+    share = MIN_SHARE
     if wide:
         keys, stages = 32, 2
     elif rows == 16 and tiles * num_kv_heads * ALONE <= num_processors:
