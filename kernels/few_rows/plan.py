@@ -39,6 +39,8 @@ DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
 GATE_UP = Plan(cols=56, step=128, split=1, warps=4, stages=3, late=True)
 # Small products take less time than launches do: most of the weights are held when the rows come.
 SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
+# With more rows there is no room for that: weights come on their way instead.
+MORE = SMALL._replace(stages=6, held=0)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
@@ -54,10 +56,27 @@ PRODUCTS: dict[int, Table] = {
     ),
     32: (
         (512, 4096, ROUTER),
+        (1024, 1280, SMALL),
+        (1024, 2048, MORE._replace(split=3)),
         (2048, ANY, None),
         (4096, 4096, SQUARE._replace(overlap=False, late=False)),
         (4096, 14336, DOWN._replace(warps=8)),
         *OTHERS,
+    ),
+    64: (
+        (512, ANY, None),
+        (1024, 1280, MORE),
+        (1024, 2048, MORE._replace(split=3)),
+        (2048, ANY, None),
+        (4096, 4096, None),
+        (4096, 14336, DOWN._replace(cols=128, step=64, stages=5)),
+        (ANY, ANY, None),
+    ),
+    128: (
+        (512, ANY, None),
+        (1024, 1280, MORE),
+        (1024, 2048, MORE._replace(split=3)),
+        (ANY, ANY, None),
     ),
 }
 GATED: dict[int, Table] = {
@@ -67,7 +86,19 @@ GATED: dict[int, Table] = {
         (14336, 4096, GATE_UP),
         (ANY, ANY, None),
     ),
-    32: ((2048, ANY, None), (14336, 4096, GATE_UP), (ANY, ANY, None)),
+    32: (
+        (1536, 1280, MORE),
+        (2048, ANY, None),
+        (14336, 4096, GATE_UP),
+        (ANY, ANY, None),
+    ),
+    64: (
+        (1536, 1280, MORE),
+        (2048, ANY, None),
+        (14336, 4096, GATE_UP._replace(cols=112, step=64, warps=8, stages=4)),
+        (ANY, ANY, None),
+    ),
+    128: ((1536, 1280, MORE), (ANY, ANY, None)),
 }
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 MAX_SPLITS = 32
 MIN_SHARE = 96  # keys of a split: with fewer, adding up the splits takes longer than they save
 ALONE = 8  # a call whose tiles fit the chip so many times leaves each all the room it can use
+CROWDED = 3  # from so many programs a processor on, each needs fewer warps to keep memory busy
 
 
 class Plan(NamedTuple):
@@ -58,4 +59,6 @@ def plan_for(
     splits = min(num_processors // (tiles * num_kv_heads), max_keys // share, MAX_SPLITS)
     splits = 1 << (max(splits, 1).bit_length() - 1)
     warps = 4 if rows * value_dim <= 64 * 128 else 8
+    if rows == 16 and not wide and tiles * num_kv_heads >= num_processors * CROWDED:
+        warps = 2
     return Plan(tiles, each, rows, keys, splits, warps, stages)
