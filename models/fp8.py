@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.kernels.fp8_linear.reference import dequantise
+from specdec.kernels.few_rows.reference import dequantise
 
 SCALE = "_scale_inv"
 BLOCK = (128, 128)

@@ -12,11 +12,11 @@ from torch import Tensor
 from specdec.kernels.add_norm import reference as norms
 from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.few_rows.plan import Plan, plan_for
-from specdec.kernels.few_rows.reference import Normed
+from specdec.kernels.few_rows.reference import Fp8Weight, Normed
 from specdec.kernels.gated_act.reference import gated_act
 from specdec.kernels.rotary.reference import rotary_tables
 from specdec.kernels.runtime import uses_triton
-from specdec.models.quantize import Fp8Weight, is_quantised, quantised, quantised_linear
+from specdec.models.quantize import is_quantised, is_torchao, quantised, quantised_linear
 
 PACKED_MIN_ROWS = 4  # packed products of 1 to 3 rows are no faster than of 4
 WIDE = (torch.bfloat16, torch.float32)  # types whose range a stream times a norm's weight stays in
@@ -63,7 +63,7 @@ def product(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> T
     Its bytes are read when the reader runs, so that nothing may change x or weight before.
     """
     plan = _few_rows_plan(x, weight)
-    if plan is not None and weight.dtype in WIDE:
+    if plan is not None and _rows(x).dtype in WIDE:
         return Product(x, weight, bias, plan)
     return linear(x, weight, bias)
 
@@ -225,9 +225,15 @@ def tree_leaves(tree: Any) -> list[Tensor]:
 
 def _few_rows_plan(x: Tensor | Normed, weight: Any, *, gated: bool = False) -> Plan | None:
     """How the few-row kernel takes this product; None where it is not for it."""
-    if not uses_triton() or is_quantised(weight) or weight.is_mkldnn:
+    if not uses_triton() or is_torchao(weight):
         return None
-    return plan_for(x.rows if isinstance(x, Normed) else x, weight, gated=gated)
+    if isinstance(weight, Tensor) and weight.is_mkldnn:
+        return None
+    return plan_for(_rows(x), weight, gated=gated)
+
+
+def _rows(x: Tensor | Normed) -> Tensor:
+    return x.rows if isinstance(x, Normed) else x
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

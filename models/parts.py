@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.kernels.few_rows.reference import Fp8Weight
 from specdec.models.checkpoint import Checkpoint, check_names, read_part
-from specdec.models.quantize import Fp8Weight, keeps_fp8, stack_fp8
+from specdec.models.quantize import keeps_fp8, stack_fp8
 
 Shape = tuple[int, ...]
 

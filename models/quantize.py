@@ -19,20 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.kernels.fp8_linear.reference import BLOCK, dequantise, fp8_linear
-from specdec.kernels.runtime import uses_triton
+from specdec.kernels.few_rows.reference import BLOCK, Fp8Weight, few_rows
 
 KINDS = ("none", "fp8", "int8", "int4")
 LARGEST = 448.0  # of e4m3
 FEW_ROWS = 64  # up to which the matrix is multiplied as it lies; more rows unpack it first
 GROUP = 128  # int4 weights that share a scale
-
-
-class Fp8Weight(NamedTuple):
-    """A matrix in fp8; it stands where `layers.linear` takes a weight."""
-
-    data: Tensor  # [O, I] float8_e4m3fn
-    scale: Tensor  # [ceil(O / 128), ceil(I / 128)] fp32
 
 
 class Loading(NamedTuple):
@@ -82,7 +74,11 @@ def quantised(weight: Any) -> Any:
 
 
 def is_quantised(weight: Any) -> bool:
-    return isinstance(weight, Fp8Weight) or type(weight).__module__.startswith("torchao")
+    return isinstance(weight, Fp8Weight) or is_torchao(weight)
+
+
+def is_torchao(weight: Any) -> bool:
+    return type(weight).__module__.startswith("torchao")
 
 
 def settled(tree: Any, dtype: torch.dtype) -> Any:
@@ -91,7 +87,7 @@ def settled(tree: Any, dtype: torch.dtype) -> Any:
     if loading is None:
         return tree
     if isinstance(tree, Fp8Weight):
-        return tree if id(tree) in loading.linear else dequantise(*tree).to(dtype)
+        return tree if id(tree) in loading.linear else tree.plain().to(dtype)
     if isinstance(tree, tuple):
         items = [settled(item, dtype) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
@@ -118,18 +114,10 @@ def stack_fp8(parts: list[Fp8Weight]) -> Fp8Weight | None:
 
 
 def quantised_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """x [..., I] times a matrix of fp8: [..., O] in x's dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    run: Callable[..., Tensor] = fp8_linear
-    if len(rows) > FEW_ROWS:
-        run = _unpacked_linear
-    elif uses_triton():
-        from specdec.kernels.fp8_linear.kernel import fp8_linear as run
-    return run(rows, weight.data, weight.scale, bias).view(*x.shape[:-1], -1)
-
-
-def _unpacked_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, dequantise(data, scale).to(x.dtype), bias)
+    """x [..., I] times a matrix of fp8 in torch: [..., O] in x's dtype."""
+    if x.numel() // x.shape[-1] > FEW_ROWS:
+        return F.linear(x, weight.plain().to(x.dtype), bias)
+    return few_rows(x, weight, bias)
 
 
 def to_int(weight: Tensor, kind: str) -> Tensor:

@@ -12,11 +12,11 @@ from test_fp8 import quantised as fp8_checkpoints
 from specdec.errors import CheckpointError
 from specdec.experiments.random_models import random_target
 from specdec.generate import generate
-from specdec.kernels.fp8_linear.reference import dequantise
+from specdec.kernels.few_rows.reference import Fp8Weight, dequantise
 from specdec.kernels.runtime import using
 from specdec.models.layers import linear, tree_leaves
 from specdec.models.load import load_target, open_checkpoint
-from specdec.models.quantize import Fp8Weight, quantising, stack_fp8, to_fp8
+from specdec.models.quantize import quantising, stack_fp8, to_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 quantised = fp8_checkpoints  # a fixture: DeepSeek checkpoints in fp8 and what they stand for

@@ -16,8 +16,8 @@ from torch import Tensor
 from specdec.kernels.add_norm.kernel import add_norm
 from specdec.kernels.bench import Case
 from specdec.kernels.few_rows import kernel
-from specdec.kernels.few_rows.plan import Plan, product_plan
-from specdec.kernels.few_rows.reference import Normed
+from specdec.kernels.few_rows.plan import Plan, fp8_plan, product_plan
+from specdec.kernels.few_rows.reference import Fp8Weight, Normed
 from specdec.kernels.gated_act.kernel import gated_act
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -68,12 +68,14 @@ def _stacks(device: torch.device) -> list[Case]:
     """Everything of a layer but attention, several layers in a row: what overlapping is for.
 
     Kernels and a norm launched between them, against cuBLAS; then, where every product is planned,
-    norms that are left to the products, against the same kernels with a norm between them.
+    norms that are left to the products, against the same kernels with a norm between them. Then
+    the first with matrices in fp8, against those in bf16.
     """
     shapes = [(num_cols * (2 if gated else 1), width) for num_cols, width, gated in LAYER.values()]
     layers = [[_weight(*shape, device) for shape in shapes] for _ in range(LAYERS)]
     norm = torch.randn(SIZE, device=device).bfloat16()
     size = sum(weight.nbytes for layer in layers for weight in layer)
+    bytes_each = [[_in_bytes(weight) for weight in layer] for layer in layers]
     made = []
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device).bfloat16()
@@ -85,11 +87,14 @@ def _stacks(device: torch.device) -> list[Case]:
         if all(plans):
             left = partial(stack, layers, norm, x, plans)
             made.append(Case(f"{name}, norms left", left, size, between))
+        plans = [fp8_plan(rows, *shape, gated=gated) for *shape, gated in LAYER.values()]
+        fp8 = partial(stack, bytes_each, norm, x, plans)
+        made.append(Case(f"{name}, fp8", fp8, size // 2, between))
     return made
 
 
 def stack(
-    layers: Sequence[Sequence[Tensor]],
+    layers: Sequence[Sequence[Tensor | Fp8Weight]],
     norm: Tensor,
     hidden: Tensor,
     plans: Sequence[Plan | None],
@@ -116,7 +121,7 @@ def stack(
 
 def _added(
     x: Tensor,
-    product: tuple[Tensor, Plan | None],
+    product: tuple[Tensor | Fp8Weight, Plan | None],
     residual: Tensor,
     norm: Tensor,
     reader: Plan | None,
@@ -127,17 +132,25 @@ def _added(
     return kernel.few_rows_add_norm(x, weight, None, residual, norm, EPS, plan)
 
 
-def run(x: Tensor | Normed, weight: Tensor, plan: Plan | None, *, gated: bool = False) -> Tensor:
+def run(
+    x: Tensor | Normed, weight: Tensor | Fp8Weight, plan: Plan | None, *, gated: bool = False
+) -> Tensor:
     """One product by its plan; None is cuBLAS."""
     if plan is not None:
         return (kernel.few_rows_gated if gated else kernel.few_rows)(x, weight, None, plan)
-    assert isinstance(x, Tensor)
+    assert isinstance(x, Tensor) and isinstance(weight, Tensor)
     out = F.linear(x, weight)
     return gated_act(out) if gated else out
 
 
 def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
     return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
+
+
+def _in_bytes(weight: Tensor) -> Fp8Weight:
+    num_cols, width = weight.shape
+    scale = torch.rand(-(-num_cols // 128), -(-width // 128), device=weight.device) + 0.5
+    return Fp8Weight(weight.to(torch.float8_e4m3fn), scale)
 
 
 def weights_in_turn(

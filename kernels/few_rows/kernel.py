@@ -28,9 +28,9 @@ from torch import Tensor
 
 from specdec.kernels.add_norm.kernel import rows_of
 from specdec.kernels.chain import overlapped
-from specdec.kernels.few_rows.plan import Plan, product_plan
+from specdec.kernels.few_rows.plan import Plan, plan_for
 from specdec.kernels.few_rows.program import few_rows_program
-from specdec.kernels.few_rows.reference import Normed
+from specdec.kernels.few_rows.reference import BLOCK, Fp8Weight, Normed
 from specdec.kernels.runtime import interpreting
 
 MAX_TILES = 1 << 16  # groups of outputs that programs can share
@@ -38,35 +38,41 @@ FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3)
 
 
 def few_rows(
-    x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, plan: Plan | None = None
+    x: Tensor | Normed,
+    weight: Tensor | Fp8Weight,
+    bias: Tensor | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """As `reference.few_rows`, for up to 64 rows.
 
     Args:
         x: [..., K]; rows may lie at any stride.
-        weight: [N, K] contiguous, of x's dtype; it begins at a multiple of 16 bytes.
-        plan: None takes `product_plan`'s.
+        weight: [N, K] contiguous, of x's dtype or fp8; it begins at a multiple of 16 bytes.
+        plan: None takes `plan_for`'s.
     """
     rows, num_cols = _rows(x), weight.shape[0]
     out = rows.new_empty(*rows.shape[:-1], num_cols)
-    _launch(x, weight, bias, out, num_cols, plan or _planned(rows, num_cols))
+    _launch(x, weight, bias, out, num_cols, plan or plan_for(rows, weight) or FALLBACK)
     return out
 
 
 def few_rows_gated(
-    x: Tensor | Normed, gate_up: Tensor, bias: Tensor | None = None, plan: Plan | None = None
+    x: Tensor | Normed,
+    gate_up: Tensor | Fp8Weight,
+    bias: Tensor | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """As `reference.few_rows_gated`, for up to 64 rows."""
     rows, num_cols = _rows(x), gate_up.shape[0] // 2
     out = rows.new_empty(*rows.shape[:-1], num_cols)
-    plan = plan or _planned(rows, num_cols, gated=True)
+    plan = plan or plan_for(rows, gate_up, gated=True) or FALLBACK
     _launch(x, gate_up, bias, out, num_cols, plan, gated=True)
     return out
 
 
 def few_rows_add_norm(
     x: Tensor | Normed,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     residual: Tensor,
     norm: Tensor,
@@ -78,7 +84,7 @@ def few_rows_add_norm(
     Its squares are [T, n], one number of each of the n groups of outputs that a program has.
     """
     rows, num_cols = _rows(x), weight.shape[0]
-    plan = plan or _planned(rows, num_cols)
+    plan = plan or plan_for(rows, weight) or FALLBACK
     out, summed = torch.empty_like(residual), torch.empty_like(residual)
     tiles, num_rows = triton.cdiv(num_cols, plan.cols), residual.numel() // num_cols
     sums = residual.new_empty((num_rows, tiles), dtype=torch.float32)
@@ -91,15 +97,9 @@ def _rows(x: Tensor | Normed) -> Tensor:
     return x.rows if isinstance(x, Normed) else x
 
 
-def _planned(rows: Tensor, num_cols: int, *, gated: bool = False) -> Plan:
-    width = rows.shape[-1]
-    plan = product_plan(rows.numel() // max(width, 1), num_cols, width, gated=gated)
-    return plan or FALLBACK
-
-
 def _launch(
     x: Tensor | Normed,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     out: Tensor,
     num_cols: int,  # outputs
@@ -119,8 +119,13 @@ def _launch(
         partial = out.new_empty((slabs, num_rows, num_cols), dtype=torch.float32)
         arrived = _arrivals(out.device)
     squares, eps = (x.squares, x.eps) if isinstance(x, Normed) else (None, 0.0)
+    scale = None
+    if isinstance(weight, Fp8Weight):
+        weight, scale = weight.data.view(torch.uint8), weight.scale
+        plan = plan._replace(step=min(plan.step, BLOCK), held=0)
     low = interpreting() and rows.dtype != torch.float32
     arguments = {
+        "scale_ptr": scale,
         "squares_ptr": squares,
         "eps": eps,
         **(stream or dict.fromkeys(("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr"))),
@@ -138,14 +143,24 @@ def _launch(
         "LATE": plan.late,
         "GATED": gated,
         "SQUARES": 1 if squares is None else squares.shape[1],
+        "SCALED": BLOCK,
         "UPCAST": low,
+        "COMPILED": not interpreting(),
         "EXACT": low and rows.dtype == torch.bfloat16,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
         **(overlapped() if plan.overlap else {"OVERLAP": False}),
     }
     launch: Any = few_rows_program[(tiles, plan.split)]
-    launch(rows, weight, bias, out, partial, arrived, **arguments)
+    launch(
+        rows,
+        weight,
+        bias_ptr=bias,
+        out_ptr=out,
+        partial_ptr=partial,
+        arrived_ptr=arrived,
+        **arguments,
+    )
 
 
 @cache

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.kernels.few_rows.reference import Fp8Weight
+
 MIN_COLS, MIN_WIDTH = 64, 512  # of the matrix, below which there is nothing to stream
 
 
@@ -100,6 +102,14 @@ GATED: dict[int, Table] = {
     ),
     128: ((1536, 1280, MORE), (ANY, ANY, None)),
 }
+# A byte a weight: half as many bytes on their way in as many steps, so twice as many steps.
+FP8_ROWS = 64
+FP8_SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=8, late=True)
+FP8_LONG = Plan(cols=64, step=128, split=4, warps=4, stages=6, late=True)
+FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=5, late=True)
+# Of four warps 64 rows make an instruction that takes weights from shared memory alone, where bf16
+# would have to be written first.
+FP8_MORE = {"cols": 32, "warps": 2, "stages": 4}
 
 
 def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
@@ -118,8 +128,27 @@ def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = Fals
     return plan if plan is None or width % 128 == 0 else plan._replace(step=64)
 
 
-def plan_for(x: Tensor, weight: Tensor, *, gated: bool = False) -> Plan | None:
+def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
+    """`product_plan` of a matrix in fp8, which no library takes: None for too many rows alone."""
+    if not 0 < num_rows <= FP8_ROWS:
+        return None
+    plan = FP8_SQUARE
+    if gated or num_cols > 8192:
+        plan = FP8_WIDE
+    elif num_cols <= 4096 < width:
+        plan = FP8_LONG
+    return plan if num_rows <= 32 else plan._replace(**FP8_MORE)
+
+
+def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:
     """`product_plan` of two tensors, where the kernel takes their types."""
+    if isinstance(weight, Fp8Weight):
+        num_cols, width = weight.data.shape
+        if not weight.data.is_contiguous() or num_cols % (2 if gated else 1):
+            return None
+        return fp8_plan(
+            x.numel() // width, num_cols // 2 if gated else num_cols, width, gated=gated
+        )
     if weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
         return None
     if weight.dim() != 2 or not weight.is_contiguous():

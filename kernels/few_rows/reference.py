@@ -9,6 +9,8 @@ from torch import Tensor
 
 from specdec.kernels.gated_act.reference import gated_act
 
+BLOCK = 128  # rows and columns of fp8 weights that share a scale
+
 
 class Normed(NamedTuple):
     """An RMS norm whose division is left to the products that read it.
@@ -27,14 +29,44 @@ class Normed(NamedTuple):
         return torch.rsqrt(self.squares.sum(-1) / size + self.eps).view(*leading, 1)
 
 
-def few_rows(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Fp8Weight(NamedTuple):
+    """A matrix in fp8 with one scale for each block of 128 x 128 weights."""
+
+    data: Tensor  # [N, K] float8_e4m3fn
+    scale: Tensor  # [ceil(N / 128), ceil(K / 128)] fp32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def plain(self) -> Tensor:
+        """[N, K] fp32."""
+        return dequantise(self.data, self.scale)
+
+
+def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
+    """weight [..., N, K] times the factor of each block, in fp32.
+
+    Args:
+        scale: [..., ceil(N / block[0]), ceil(K / block[1])].
+    """
+    factors = scale.float()
+    for dim, step in zip((-2, -1), block, strict=True):
+        factors = factors.repeat_interleave(step, dim).narrow(dim, 0, weight.shape[dim])
+    return weight.float().mul_(factors)
+
+
+def few_rows(x: Tensor | Normed, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias: [..., K] times [N, K] gives [..., N], summed in fp32."""
     rows, scale = (x.rows, x.scale()) if isinstance(x, Normed) else (x, 1.0)
-    out = rows.float() @ weight.float().T * scale
+    matrix = weight.plain() if isinstance(weight, Fp8Weight) else weight.float()
+    out = rows.float() @ matrix.T * scale
     return (out if bias is None else out + bias.float()).to(rows.dtype)
 
 
-def few_rows_gated(x: Tensor | Normed, gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows_gated(
+    x: Tensor | Normed, gate_up: Tensor | Fp8Weight, bias: Tensor | None = None
+) -> Tensor:
     """silu(gate) * up of the product [..., 2 N] = [gate | up]: [..., K] to [..., N].
 
     The product and silu are rounded to the dtype, as they are where each is an op of its own.
@@ -44,7 +76,7 @@ def few_rows_gated(x: Tensor | Normed, gate_up: Tensor, bias: Tensor | None = No
 
 def few_rows_add_norm(
     x: Tensor | Normed,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     residual: Tensor,
     norm: Tensor,

@@ -114,15 +114,17 @@ def test_stacks_of_layers(monkeypatch):
     monkeypatch.setattr(
         kernel, "few_rows_add_norm", lambda *args: ends.append(1) or add_norm(*args)
     )
-    few, left, many = bench._stacks(torch.device(DEVICE))
-    assert left.name == f"{few.name}, norms left"
-    assert many.baseline
+    few, left, fp8, *many = bench._stacks(torch.device(DEVICE))
+    assert (left.name, fp8.name) == (f"{few.name}, norms left", f"{few.name}, fp8")
+    assert len(many) == 2
     between, expected = few.run(), few.baseline()
     assert not ends
     ours = left.run()
     assert len(ends) == 2 * 2
     for out in (between, ours):
         assert (out - expected).float().norm() / expected.float().norm() < 4e-2
+    assert fp8.num_bytes == few.num_bytes // 2
+    assert fp8.run().isfinite().all()
 
 
 def compiled(num_cols, width, gated, plan, num_rows=None, ending=""):
@@ -130,21 +132,26 @@ def compiled(num_cols, width, gated, plan, num_rows=None, ending=""):
 
     Args:
         ending: letters of what the product has besides: n its rows are a `Normed`, s it is added to
-            a stream.
+            a stream, 8 its weights are in fp8.
     """
     kinds = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    if "8" in ending:
+        kinds["weight_ptr"] = "*u8"
     optional = {"bias_ptr": "", "partial_ptr": "*fp32", "arrived_ptr": "*i32"}
     if plan.split == 1:
         optional |= {"partial_ptr": "", "arrived_ptr": ""}
     optional |= {"squares_ptr": "*fp32" if "n" in ending else ""}
+    optional |= {"scale_ptr": "*fp32" if "8" in ending else ""}
     for name in ("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr"):
         optional[name] = ("*fp32" if name == "sums_ptr" else "*bf16") if "s" in ending else ""
     constants = {
         **{name: None for name, kind in optional.items() if not kind},
-        "X_STRIDE": width, "N": num_cols, "K": width, "ROWS": 16,
+        "X_STRIDE": width, "N": num_cols, "K": width,
+        "ROWS": max(16, 1 << ((num_rows or 1) - 1).bit_length()),
         "COLS": plan.cols, "BLOCK": 1 << (plan.cols - 1).bit_length(), "STEP": plan.step,
         "SPLIT": plan.split, "AHEAD": plan.ahead, "HELD": plan.held, "LATE": plan.late,
-        "GATED": gated, "SQUARES": 128, "UPCAST": False, "EXACT": False, "OVERLAP": plan.overlap,
+        "GATED": gated, "SQUARES": 128, "SCALED": 128, "UPCAST": False, "COMPILED": True,
+        "EXACT": False, "OVERLAP": plan.overlap,
     }  # fmt: skip
     signature = kinds | {name: kind for name, kind in optional.items() if kind} | {"eps": "fp32"}
     if num_rows is None:
