@@ -138,7 +138,8 @@ def run(
     """One product by its plan; None is cuBLAS."""
     if plan is not None:
         return (kernel.few_rows_gated if gated else kernel.few_rows)(x, weight, None, plan)
-    assert isinstance(x, Tensor) and isinstance(weight, Tensor)
+    assert isinstance(x, Tensor)
+    assert isinstance(weight, Tensor)
     out = F.linear(x, weight)
     return gated_act(out) if gated else out
 

@@ -51,12 +51,13 @@ def _penalties(
         packed = tl.load(counts_ptr + slot * counts_stride + id, mask=real, other=0)
         num_output = packed >> 1
         for index in tl.static_range(K):
-            draft = tl.load(drafts_ptr + slot * drafts_stride + index)
+            draft = tl.load(drafts_ptr + slot * drafts_stride + index).to(tl.int32)
             num_output += ((id == draft) & (index < offset)).to(tl.int32)
         seen = (num_output > 0) | ((packed & 1) > 0)
         if tl.max(seen.to(tl.int32)) == 1:
             at = logits_ptr + row * row_stride + id
-            x = tl.load(at, mask=real & seen, other=0.0).to(tl.float32)
+            # where there is none a number whose quotient is no special case: those take far longer
+            x = tl.load(at, mask=real & seen, other=1.0).to(tl.float32)
             x = tl.where(
                 x > 0.0,
                 tl.div_rn(x, tl.full((BLOCK,), 1.0, tl.float32) * repetition),
