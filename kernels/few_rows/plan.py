@@ -107,9 +107,6 @@ FP8_ROWS = 64
 FP8_SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=8, late=True)
 FP8_LONG = Plan(cols=64, step=128, split=4, warps=4, stages=6, late=True)
 FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=5, late=True)
-# Of four warps 64 rows make an instruction that takes weights from shared memory alone, where bf16
-# would have to be written first.
-FP8_MORE = {"cols": 32, "warps": 2, "stages": 4}
 
 
 def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
@@ -137,7 +134,11 @@ def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -
         plan = FP8_WIDE
     elif num_cols <= 4096 < width:
         plan = FP8_LONG
-    return plan if num_rows <= 32 else plan._replace(**FP8_MORE)
+    if num_rows <= 32:
+        return plan
+    # Of four warps 64 rows make an instruction that takes weights from shared memory alone, where
+    # bf16 would have to be written first.
+    return plan._replace(cols=32, warps=2, stages=4)
 
 
 def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:

@@ -23,23 +23,35 @@ def _ask_for_rows(rows_ptr, first, K: tl.constexpr, COUNT: tl.constexpr):
     ask_for_bytes(address, tl.full(address.shape, BYTES, tl.int32))
 
 
-# Four e4m3 values as bf16, in 10 plain instructions: conversions run at a quarter of their rate. A
-# byte's sign goes to the top of a half, its other bits into exponent and mantissa; 2^120 is between
-# the two types' exponents. Values below the least normal one come out right, NaN as 480.
-E4M3_TO_BF16 = tl.constexpr("""{
-.reg .b32 pair, rest, factor;
-mov.b32 factor, 0x7B807B80;
-prmt.b32 pair, $2, 0, 0x1404;
-shr.b32 rest, pair, 4;
-and.b32 rest, rest, 0x07F007F0;
-lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
-mul.bf16x2 $0, pair, factor;
-prmt.b32 pair, $2, 0, 0x3424;
-shr.b32 rest, pair, 4;
-and.b32 rest, rest, 0x07F007F0;
-lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
-mul.bf16x2 $1, pair, factor;
-}""")
+@triton.jit
+def _e4m3_to_bf16(weights):
+    """Bytes as the numbers they stand for, in plain instructions: conversions run at a quarter of
+    their rate.
+
+    A byte's sign goes to the top of a half, its other bits into exponent and mantissa; 2^120 is
+    between the two types' exponents. Values below the least normal one come out right, NaN as 480.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair, rest, factor;
+        mov.b32 factor, 0x7B807B80;
+        prmt.b32 pair, $2, 0, 0x1404;
+        shr.b32 rest, pair, 4;
+        and.b32 rest, rest, 0x07F007F0;
+        lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
+        mul.bf16x2 $0, pair, factor;
+        prmt.b32 pair, $2, 0, 0x3424;
+        shr.b32 rest, pair, 4;
+        and.b32 rest, rest, 0x07F007F0;
+        lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
+        mul.bf16x2 $1, pair, factor;
+        }""",
+        "=r,=r,r",
+        [weights],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -48,9 +60,7 @@ def _of_type(weights, dtype: tl.constexpr, COMPILED: tl.constexpr):
     if weights.dtype != tl.uint8:
         typed = weights.to(dtype)
     elif COMPILED and dtype == tl.bfloat16:
-        typed = tl.inline_asm_elementwise(
-            E4M3_TO_BF16, "=r,=r,r", [weights], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
+        typed = _e4m3_to_bf16(weights)
     else:
         typed = weights.to(tl.float8e4nv, bitcast=True).to(dtype)
     return typed
@@ -210,7 +220,7 @@ def few_rows_program(
         is_col = is_col & is_own
     is_out = is_row[:, None] & is_col[None, :]
     out_at = row.to(tl.int64)[:, None] * N + col[None, :]
-    dtype: tl.constexpr = tl.float32 if UPCAST else x_ptr.dtype.element_ty
+    dtype = tl.float32 if UPCAST else x_ptr.dtype.element_ty
     weight_row = tl.minimum(col, N - 1)
     if SCALED % COLS == 0 and N % SCALED == 0:
         weight_row = tile * COLS
@@ -303,7 +313,7 @@ def few_rows_program(
                 EXACT,
             )
         else:
-            kind: tl.constexpr = out_ptr.dtype.element_ty
+            kind = out_ptr.dtype.element_ty
             out = gate
             if GATED:
                 up = up.to(kind).to(tl.float32)
