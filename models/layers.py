@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.kernels.add_norm import reference as norms
 from specdec.kernels.cache_write import reference as cache_write
 from specdec.kernels.few_rows.plan import Plan, plan_for
-from specdec.kernels.few_rows.reference import Fp8Weight, Normed
+from specdec.kernels.few_rows.reference import Fp8Weight, Normed, rows_in
 from specdec.kernels.gated_act.reference import gated_act
 from specdec.kernels.rotary.reference import rotary_tables
 from specdec.kernels.runtime import uses_triton
@@ -33,7 +33,7 @@ class Product(NamedTuple):
     """A product that its reader makes, and may end in what comes next: x @ weight.T + bias."""
 
     x: Tensor | Normed  # [..., in]
-    weight: Tensor  # [out, in]
+    weight: Tensor | Fp8Weight  # [out, in]
     bias: Tensor | None
     plan: Plan
 
@@ -63,7 +63,7 @@ def product(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> T
     Its bytes are read when the reader runs, so that nothing may change x or weight before.
     """
     plan = _few_rows_plan(x, weight)
-    if plan is not None and _rows(x).dtype in WIDE:
+    if plan is not None and rows_in(x).dtype in WIDE:
         return Product(x, weight, bias, plan)
     return linear(x, weight, bias)
 
@@ -229,11 +229,7 @@ def _few_rows_plan(x: Tensor | Normed, weight: Any, *, gated: bool = False) -> P
         return None
     if isinstance(weight, Tensor) and weight.is_mkldnn:
         return None
-    return plan_for(_rows(x), weight, gated=gated)
-
-
-def _rows(x: Tensor | Normed) -> Tensor:
-    return x.rows if isinstance(x, Normed) else x
+    return plan_for(rows_in(x), weight, gated=gated)
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.kernels.few_rows.reference import BLOCK, Fp8Weight, few_rows
+from specdec.kernels.few_rows.plan import FP8_ROWS
+from specdec.kernels.few_rows.reference import SCALED, Fp8Weight, few_rows
 
 KINDS = ("none", "fp8", "int8", "int4")
 LARGEST = 448.0  # of e4m3
-FEW_ROWS = 64  # up to which the matrix is multiplied as it lies; more rows unpack it first
 GROUP = 128  # int4 weights that share a scale
 
 
@@ -97,8 +97,8 @@ def settled(tree: Any, dtype: torch.dtype) -> Any:
 def to_fp8(weight: Tensor) -> Fp8Weight:
     """A matrix [O, I] with each block's largest magnitude at the largest fp8 value."""
     rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [bo, 128, bi, 128]
+    padded = F.pad(weight.float(), (0, -columns % SCALED, 0, -rows % SCALED))
+    blocks = padded.unflatten(1, (-1, SCALED)).unflatten(0, (-1, SCALED))  # [bo, 128, bi, 128]
     scale = blocks.abs().amax(dim=(1, 3)) / LARGEST
     scale = torch.where(scale > 0, scale, 1.0)
     data = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
@@ -107,17 +107,17 @@ def to_fp8(weight: Tensor) -> Fp8Weight:
 
 def stack_fp8(parts: list[Fp8Weight]) -> Fp8Weight | None:
     """Matrices under each other; None where one does not end at a block's border."""
-    if any(len(part.data) % BLOCK for part in parts[:-1]):
+    if any(len(part.data) % SCALED for part in parts[:-1]):
         return None
     data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
     return Fp8Weight(data, torch.cat([part.scale for part in parts]))
 
 
 def quantised_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """x [..., I] times a matrix of fp8 in torch: [..., O] in x's dtype."""
-    if x.numel() // x.shape[-1] > FEW_ROWS:
-        return F.linear(x, weight.plain().to(x.dtype), bias)
-    return few_rows(x, weight, bias)
+    """x [..., I] times a matrix of fp8 in torch: [..., O] in x's dtype, few rows in fp32."""
+    if x.numel() // x.shape[-1] <= FP8_ROWS:
+        return few_rows(x, weight, bias)
+    return F.linear(x, weight.plain().to(x.dtype), bias)
 
 
 def to_int(weight: Tensor, kind: str) -> Tensor:

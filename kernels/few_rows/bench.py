@@ -17,7 +17,7 @@ from specdec.kernels.add_norm.kernel import add_norm
 from specdec.kernels.bench import Case
 from specdec.kernels.few_rows import kernel
 from specdec.kernels.few_rows.plan import Plan, fp8_plan, product_plan
-from specdec.kernels.few_rows.reference import BLOCK, Fp8Weight, Normed
+from specdec.kernels.few_rows.reference import SCALED, Fp8Weight, Normed
 from specdec.kernels.gated_act.kernel import gated_act
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -150,9 +150,9 @@ def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
 
 def _in_bytes(weight: Tensor) -> Fp8Weight:
     """About the same matrix, its numbers in the middle of what fp8 has."""
-    scale = torch.rand([-(-size // BLOCK) for size in weight.shape], device=weight.device) + 0.5
-    size = weight.float().abs().max()
-    return Fp8Weight((weight / size * 64).to(torch.float8_e4m3fn), scale * size / 64)
+    factor = 64 / weight.float().abs().max()
+    scale = torch.rand([-(-size // SCALED) for size in weight.shape], device=weight.device) + 0.5
+    return Fp8Weight((weight * factor).to(torch.float8_e4m3fn), scale / factor)
 
 
 def weights_in_turn(

@@ -11,6 +11,9 @@ Where several programs share an output, each leaves its partial sums and the las
 them, always in the same order. Arrivals are counted in memory that every call finds at zero and
 leaves at zero; calls on the same device must follow each other, as on one stream.
 
+Weights may be bytes: e4m3 values, exact in bf16, become so in registers, and what a block of them
+adds to a sum takes the block's scale in fp32.
+
 A product may end in what follows it in a decoder layer, which then needs no launch of its own: the
 gated activation, or the residual sum and its norm. A program does not see a whole row of that sum,
 so each leaves the sum of its own squares, and the products that read the norm divide (`Normed`).
@@ -30,9 +33,10 @@ from specdec.kernels.add_norm.kernel import rows_of
 from specdec.kernels.chain import overlapped
 from specdec.kernels.few_rows.plan import Plan, plan_for
 from specdec.kernels.few_rows.program import few_rows_program
-from specdec.kernels.few_rows.reference import BLOCK, Fp8Weight, Normed
+from specdec.kernels.few_rows.reference import SCALED, Fp8Weight, Normed, rows_in
 from specdec.kernels.runtime import interpreting
 
+SQUARES_HELD = 64  # of them a thread, while it multiplies
 MAX_TILES = 1 << 16  # groups of outputs that programs can share
 FALLBACK = Plan(cols=32, step=64, split=1, warps=4, stages=3)
 
@@ -43,14 +47,14 @@ def few_rows(
     bias: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """As `reference.few_rows`, for up to 64 rows.
+    """As `reference.few_rows`, for up to 128 rows.
 
     Args:
         x: [..., K]; rows may lie at any stride.
         weight: [N, K] contiguous, of x's dtype or fp8; it begins at a multiple of 16 bytes.
         plan: None takes `plan_for`'s.
     """
-    rows, num_cols = _rows(x), weight.shape[0]
+    rows, num_cols = rows_in(x), weight.shape[0]
     out = rows.new_empty(*rows.shape[:-1], num_cols)
     _launch(x, weight, bias, out, num_cols, plan or plan_for(rows, weight) or FALLBACK)
     return out
@@ -62,8 +66,8 @@ def few_rows_gated(
     bias: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """As `reference.few_rows_gated`, for up to 64 rows."""
-    rows, num_cols = _rows(x), gate_up.shape[0] // 2
+    """As `reference.few_rows_gated`, for up to 128 rows."""
+    rows, num_cols = rows_in(x), gate_up.shape[0] // 2
     out = rows.new_empty(*rows.shape[:-1], num_cols)
     plan = plan or plan_for(rows, gate_up, gated=True) or FALLBACK
     _launch(x, gate_up, bias, out, num_cols, plan, gated=True)
@@ -79,11 +83,11 @@ def few_rows_add_norm(
     eps: float,
     plan: Plan | None = None,
 ) -> tuple[Normed, Tensor]:
-    """As `reference.few_rows_add_norm`, for up to 64 rows; residual and norm contiguous.
+    """As `reference.few_rows_add_norm`, for up to 128 rows; residual and norm contiguous.
 
     Its squares are [T, n], one number of each of the n groups of outputs that a program has.
     """
-    rows, num_cols = _rows(x), weight.shape[0]
+    rows, num_cols = rows_in(x), weight.shape[0]
     plan = plan or plan_for(rows, weight) or FALLBACK
     out, summed = torch.empty_like(residual), torch.empty_like(residual)
     tiles, num_rows = triton.cdiv(num_cols, plan.cols), residual.numel() // num_cols
@@ -91,10 +95,6 @@ def few_rows_add_norm(
     stream = {"residual_ptr": residual, "norm_ptr": norm, "summed_ptr": summed, "sums_ptr": sums}
     _launch(x, weight, bias, out, num_cols, plan, stream=stream)
     return Normed(out, sums, eps), summed
-
-
-def _rows(x: Tensor | Normed) -> Tensor:
-    return x.rows if isinstance(x, Normed) else x
 
 
 def _launch(
@@ -108,7 +108,7 @@ def _launch(
     gated: bool = False,
     stream: Mapping[str, Tensor] | None = None,  # residual_ptr, norm_ptr, summed_ptr and sums_ptr
 ) -> None:
-    rows = rows_of(_rows(x))
+    rows = rows_of(rows_in(x))
     num_rows, width = rows.shape
     if not num_rows:
         return
@@ -118,14 +118,17 @@ def _launch(
         slabs = plan.split * (2 if gated else 1)
         partial = out.new_empty((slabs, num_rows, num_cols), dtype=torch.float32)
         arrived = _arrivals(out.device)
-    squares, eps = (x.squares, x.eps) if isinstance(x, Normed) else (None, 0.0)
+    squares, eps, num_squares = None, 0.0, 1
+    if isinstance(x, Normed):
+        squares, eps, num_squares = x.squares, x.eps, x.squares.shape[1]
     scale = None
     if isinstance(weight, Fp8Weight):
         weight, scale = weight.data.view(torch.uint8), weight.scale
-        plan = plan._replace(step=min(plan.step, BLOCK), held=0)
+        # a step has one scale; bytes are not asked for ahead, nor held
+        plan = plan._replace(step=min(plan.step, SCALED), ahead=0, held=0)
     low = interpreting() and rows.dtype != torch.float32
+    num_lines = max(16, triton.next_power_of_2(num_rows))
     arguments = {
-        "scale_ptr": scale,
         "squares_ptr": squares,
         "eps": eps,
         **(stream or dict.fromkeys(("residual_ptr", "norm_ptr", "summed_ptr", "sums_ptr"))),
@@ -133,7 +136,7 @@ def _launch(
         "X_STRIDE": rows.stride(0),
         "N": num_cols,
         "K": width,
-        "ROWS": max(16, triton.next_power_of_2(num_rows)),
+        "ROWS": num_lines,
         "COLS": plan.cols,
         "BLOCK": triton.next_power_of_2(plan.cols),
         "STEP": plan.step,
@@ -142,8 +145,9 @@ def _launch(
         "HELD": plan.held if plan.held * plan.step * plan.split <= width else 0,
         "LATE": plan.late,
         "GATED": gated,
-        "SQUARES": 1 if squares is None else squares.shape[1],
-        "SCALED": BLOCK,
+        "SQUARES": num_squares,
+        "SQUARES_FIRST": num_lines * num_squares <= SQUARES_HELD * 32 * plan.warps,
+        "SCALED": SCALED,
         "UPCAST": low,
         "COMPILED": not interpreting(),
         "EXACT": low and rows.dtype == torch.bfloat16,
@@ -152,15 +156,7 @@ def _launch(
         **(overlapped() if plan.overlap else {"OVERLAP": False}),
     }
     launch: Any = few_rows_program[(tiles, plan.split)]
-    launch(
-        rows,
-        weight,
-        bias_ptr=bias,
-        out_ptr=out,
-        partial_ptr=partial,
-        arrived_ptr=arrived,
-        **arguments,
-    )
+    launch(rows, weight, scale, bias, out, partial, arrived, **arguments)
 
 
 @cache

@@ -126,7 +126,7 @@ def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = Fals
 
 
 def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
-    """`product_plan` of a matrix in fp8, which no library takes: None for too many rows alone."""
+    """`product_plan` of a matrix in fp8, which no library takes: None for no rows or too many."""
     if not 0 < num_rows <= FP8_ROWS:
         return None
     plan = FP8_SQUARE
@@ -142,19 +142,14 @@ def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -
 
 
 def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:
-    """`product_plan` of two tensors, where the kernel takes their types."""
+    """`product_plan` or `fp8_plan` of two tensors, where the kernel takes their types."""
     if isinstance(weight, Fp8Weight):
-        num_cols, width = weight.data.shape
-        if not weight.data.is_contiguous() or num_cols % (2 if gated else 1):
-            return None
-        return fp8_plan(
-            x.numel() // width, num_cols // 2 if gated else num_cols, width, gated=gated
-        )
-    if weight.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+        plan, matrix = fp8_plan, weight.data
+    elif weight.dtype in (torch.bfloat16, torch.float16) and x.dtype == weight.dtype:
+        plan, matrix = product_plan, weight
+    else:
         return None
-    if weight.dim() != 2 or not weight.is_contiguous():
+    if matrix.dim() != 2 or not matrix.is_contiguous():
         return None
-    num_cols, width = weight.shape
-    return product_plan(
-        x.numel() // width, num_cols // 2 if gated else num_cols, width, gated=gated
-    )
+    num_cols, width = matrix.shape
+    return plan(x.numel() // width, num_cols // 2 if gated else num_cols, width, gated=gated)

@@ -29,22 +29,24 @@ def _e4m3_to_bf16(weights):
     their rate.
 
     A byte's sign goes to the top of a half, its other bits into exponent and mantissa; 2^120 is
-    between the two types' exponents. Values below the least normal one come out right, NaN as 480.
+    between the two types' exponents, and -0 changes no sum. Values below the least normal one come
+    out right, NaN as 480.
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 pair, rest, factor;
+        .reg .b32 pair, rest, factor, zero;
         mov.b32 factor, 0x7B807B80;
+        mov.b32 zero, 0x80008000;
         prmt.b32 pair, $2, 0, 0x1404;
         shr.b32 rest, pair, 4;
         and.b32 rest, rest, 0x07F007F0;
         lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
-        mul.bf16x2 $0, pair, factor;
+        fma.rn.bf16x2 $0, pair, factor, zero;
         prmt.b32 pair, $2, 0, 0x3424;
         shr.b32 rest, pair, 4;
         and.b32 rest, rest, 0x07F007F0;
         lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
-        mul.bf16x2 $1, pair, factor;
+        fma.rn.bf16x2 $1, pair, factor, zero;
         }""",
         "=r,=r,r",
         [weights],
@@ -130,6 +132,16 @@ def _of_outputs(weights, col, N: tl.constexpr):
 
 
 @triton.jit
+def _squares(squares_ptr, row, is_row, SQUARES: tl.constexpr):
+    index = tl.arange(0, triton.next_power_of_2(SQUARES))
+    return tl.load(
+        squares_ptr + row[:, None] * SQUARES + index[None, :],
+        mask=is_row[:, None] & (index < SQUARES)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
 def _sum_of_parts(place, size, is_out, SPLIT: tl.constexpr):
     total = tl.load(place, mask=is_out, other=0.0, cache_modifier=".cg")
     for part in tl.static_range(1, SPLIT):
@@ -200,7 +212,8 @@ def few_rows_program(
     LATE: tl.constexpr,
     GATED: tl.constexpr,
     SQUARES: tl.constexpr,
-    SCALED: tl.constexpr,  # a multiple of STEP
+    SQUARES_FIRST: tl.constexpr,  # read before the products, where they find registers
+    SCALED: tl.constexpr,  # with scales a multiple of STEP
     UPCAST: tl.constexpr,
     COMPILED: tl.constexpr,
     EXACT: tl.constexpr,  # round bf16 by hand
@@ -221,13 +234,12 @@ def few_rows_program(
     is_out = is_row[:, None] & is_col[None, :]
     out_at = row.to(tl.int64)[:, None] * N + col[None, :]
     dtype = tl.float32 if UPCAST else x_ptr.dtype.element_ty
-    weight_row = tl.minimum(col, N - 1)
-    if SCALED % COLS == 0 and N % SCALED == 0:
-        weight_row = tile * COLS
     k = tl.arange(0, STEP)
     first = part * (steps * STEP)
-    # outputs past the last repeat its row, and are not stored
-    weight_rows = weight_ptr + tl.minimum(col, N - 1).to(tl.int64) * K
+    weight_row = tl.minimum(col, N - 1)  # outputs past the last repeat its row, and are not stored
+    weight_rows = weight_ptr + weight_row.to(tl.int64) * K
+    if SCALED % COLS == 0 and (N % SCALED == 0 or not GATED):
+        weight_row = tile * COLS  # all in one block
     x_rows = x_ptr + row.to(tl.int64) * X_STRIDE
     if OVERLAP:
         if not LATE:
@@ -243,13 +255,8 @@ def few_rows_program(
             held_up = _weights(weight_rows + N * K, held_at, is_own, dtype, K, inside, COMPILED)
     if OVERLAP:
         gdc_wait()
-    if squares_ptr is not None:
-        index = tl.arange(0, triton.next_power_of_2(SQUARES))
-        squares = tl.load(
-            squares_ptr + row[:, None] * SQUARES + index[None, :],
-            mask=is_row[:, None] & (index < SQUARES)[None, :],
-            other=0.0,
-        )
+    if squares_ptr is not None and SQUARES_FIRST:
+        squares = _squares(squares_ptr, row, is_row, SQUARES)
     if residual_ptr is not None:
         before = tl.load(residual_ptr + out_at, mask=is_out, other=0.0)
         norm = tl.load(norm_ptr + col, mask=is_col, other=0.0)
@@ -291,6 +298,8 @@ def few_rows_program(
                 up = _sum_of_parts(place + SPLIT * size, size, is_out, SPLIT)
             tl.store(arrived_ptr + tile, 0)
         if squares_ptr is not None:
+            if not SQUARES_FIRST:
+                squares = _squares(squares_ptr, row, is_row, SQUARES)
             scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
             gate *= scale
             if GATED:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.gated_act.reference import gated_act
 
-BLOCK = 128  # rows and columns of fp8 weights that share a scale
+SCALED = 128  # rows, and columns, of fp8 weights that share a scale
 
 
 class Normed(NamedTuple):
@@ -30,10 +30,10 @@ class Normed(NamedTuple):
 
 
 class Fp8Weight(NamedTuple):
-    """A matrix in fp8 with one scale for each block of 128 x 128 weights."""
+    """A matrix in fp8 with one scale for each block of 128 x 128 weights; none of them is NaN."""
 
     data: Tensor  # [N, K] float8_e4m3fn
-    scale: Tensor  # [ceil(N / 128), ceil(K / 128)] fp32
+    scale: Tensor  # [ceil(N / 128), ceil(K / 128)] fp32, contiguous
 
     @property
     def shape(self) -> torch.Size:
@@ -44,7 +44,7 @@ class Fp8Weight(NamedTuple):
         return dequantise(self.data, self.scale)
 
 
-def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
+def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = (SCALED, SCALED)) -> Tensor:
     """weight [..., N, K] times the factor of each block, in fp32.
 
     Args:
@@ -54,6 +54,11 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] = (BLOCK, B
     for dim, step in zip((-2, -1), block, strict=True):
         factors = factors.repeat_interleave(step, dim).narrow(dim, 0, weight.shape[dim])
     return weight.float().mul_(factors)
+
+
+def rows_in(x: Tensor | Normed) -> Tensor:
+    """The rows that a product reads, whatever is left to do to it."""
+    return x.rows if isinstance(x, Normed) else x
 
 
 def few_rows(x: Tensor | Normed, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
