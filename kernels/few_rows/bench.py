@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def _stacks(device: torch.device) -> list[Case]:
     layers = [[_weight(*shape, device) for shape in shapes] for _ in range(LAYERS)]
     norm = torch.randn(SIZE, device=device).bfloat16()
     size = sum(weight.nbytes for layer in layers for weight in layer)
-    bytes_each = [[_in_bytes(weight) for weight in layer] for layer in layers]
+    bytes_each = [[in_bytes(weight) for weight in layer] for layer in layers]
     made = []
     for rows in ROWS:
         x = torch.randn(rows, SIZE, device=device).bfloat16()
@@ -139,7 +140,8 @@ def run(
     if plan is not None:
         return (kernel.few_rows_gated if gated else kernel.few_rows)(x, weight, None, plan)
     assert isinstance(x, Tensor)
-    assert isinstance(weight, Tensor)
+    if isinstance(weight, Fp8Weight):
+        weight = weight.plain().to(x.dtype)
     out = F.linear(x, weight)
     return gated_act(out) if gated else out
 
@@ -148,7 +150,7 @@ def _weight(num_cols: int, width: int, device: torch.device) -> Tensor:
     return torch.randn(num_cols, width, device=device, dtype=torch.bfloat16) / width**0.5
 
 
-def _in_bytes(weight: Tensor) -> Fp8Weight:
+def in_bytes(weight: Tensor) -> Fp8Weight:
     """About the same matrix, its numbers in the middle of what fp8 has."""
     factor = 64 / weight.float().abs().max()
     scale = torch.rand([-(-size // SCALED) for size in weight.shape], device=weight.device) + 0.5
@@ -163,7 +165,7 @@ def weights_in_turn(
     return [_weight(num_cols, width, device) for _ in range(count)]
 
 
-def in_turn(fn: Callable[[Tensor], object], weights: list[Tensor]) -> Callable[[], object]:
+def in_turn(fn: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
     """`fn` of the next weight at each call."""
     turns = cycle(weights)
     return lambda: fn(next(turns))

@@ -71,7 +71,7 @@ PRODUCTS: dict[int, Table] = {
         (1024, 2048, MORE._replace(split=3)),
         (2048, ANY, None),
         (4096, 4096, None),
-        (4096, 14336, DOWN._replace(cols=128, step=64, stages=5)),
+        (4096, 14336, DOWN._replace(warps=8, stages=3)),
         (ANY, ANY, None),
     ),
     128: (
@@ -102,11 +102,9 @@ GATED: dict[int, Table] = {
     ),
     128: ((1536, 1280, MORE), (ANY, ANY, None)),
 }
-# A byte a weight: half as many bytes on their way in as many steps, so twice as many steps.
 FP8_ROWS = 64
-FP8_SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=8, late=True)
-FP8_LONG = Plan(cols=64, step=128, split=4, warps=4, stages=6, late=True)
-FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=5, late=True)
+FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=4, late=True)
+FP8_SQUARE = Plan(cols=32, step=128, split=4, warps=4, stages=6, late=True)
 
 
 def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
@@ -132,13 +130,11 @@ def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -
     plan = FP8_SQUARE
     if gated or num_cols > 8192:
         plan = FP8_WIDE
-    elif num_cols <= 4096 < width:
-        plan = FP8_LONG
-    if num_rows <= 32:
-        return plan
-    # Of four warps 64 rows make an instruction that takes weights from shared memory alone, where
-    # bf16 would have to be written first.
-    return plan._replace(cols=32, warps=2, stages=4)
+    elif num_cols > 4096 or num_rows > 16:
+        plan = FP8_SQUARE._replace(cols=64)
+    elif width > 4096:
+        plan = FP8_SQUARE._replace(cols=128, split=8, stages=5)
+    return plan if num_rows <= 32 else plan._replace(stages=3)
 
 
 def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:

@@ -4,7 +4,8 @@
 
 A line is one plan: the time of the product alone, its weights rotated past the cache, and of four
 layers (all but attention) where it takes that product and the best plans so far take the others.
-The products of a layer are compared in the layers, the others alone; cuBLAS is one of the choices.
+The products of a layer are compared in the layers, the others alone; cuBLAS is one of the choices,
+with a matrix in fp8 unpacked first.
 Every cut of a product is tried with every feature; `--quick` tries each cut with two features, and
 the rest of the features with the best cut. Last come times at other rows, and lines for `plan.py`.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from specdec.kernels.bench import Case, seconds_of
 from specdec.kernels.few_rows import bench
 from specdec.kernels.few_rows.plan import Plan
+from specdec.kernels.few_rows.reference import Fp8Weight
 
 FEATURES: tuple[dict[str, Any], ...] = (
     {"overlap": False},
@@ -36,6 +38,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"ahead": 2},
     {"late": True, "ahead": 4},
 )
+FP8_FEATURES: tuple[dict[str, Any], ...] = ({"late": True}, {})  # bytes are not held
 QUICK = 2  # features that every cut is tried with
 FINALISTS = 4  # plans of a product that are compared again when the others have theirs
 ROWS = (1, 4, 8, 16)
@@ -49,6 +52,7 @@ class Product(NamedTuple):
     width: int
     cuts: tuple[tuple[int, int, int, int, int], ...]
     gated: bool = False
+    fp8: bool = False
 
 
 SIZE, INNER, QKV = bench.SIZE, bench.INNER, bench.QKV
@@ -100,7 +104,7 @@ PRODUCTS = {
             (32, 128, 4, 4, 4),
             (64, 128, 4, 4, 4),
             (64, 128, 4, 8, 4),
-            (128, 64, 4, 4, 5),
+            (64, 128, 4, 8, 3),
             (16, 256, 1, 4, 4),
         ),
     ),
@@ -112,7 +116,7 @@ PRODUCTS = {
             (32, 128, 4, 4, 4),
             (64, 128, 4, 4, 4),
             (64, 128, 4, 8, 4),
-            (128, 64, 4, 4, 5),
+            (64, 128, 4, 8, 3),
         ),
     ),
     "draft LM head": Product(
@@ -121,7 +125,15 @@ PRODUCTS = {
         ((64, 128, 1, 4, 4), (32, 128, 1, 4, 4), (32, 128, 1, 4, 6), (64, 128, 2, 4, 4)),
     ),
 }
-LAYER = tuple(bench.LAYER)
+FP8_CUTS = {
+    "o": ((32, 128, 4, 4, 6), (32, 128, 2, 4, 6), (64, 128, 4, 4, 6), (64, 128, 4, 4, 3)),
+    "qkv": ((64, 128, 4, 4, 6), (32, 128, 2, 4, 6), (32, 128, 2, 4, 8), (64, 128, 4, 4, 3)),
+    "gate_up": ((64, 128, 1, 4, 4), (64, 128, 1, 4, 5), (32, 128, 1, 4, 6), (64, 128, 1, 4, 3)),
+    "down": ((128, 128, 8, 4, 5), (64, 128, 4, 4, 6), (32, 128, 4, 4, 6), (64, 128, 4, 4, 3)),
+}
+PRODUCTS |= {
+    f"fp8 {name}": PRODUCTS[name]._replace(cuts=cuts, fp8=True) for name, cuts in FP8_CUTS.items()
+}
 Plans = dict[str, Plan | None]  # None is cuBLAS
 
 
@@ -134,13 +146,17 @@ class Times(NamedTuple):
 
 def first_try(product: Product, *, quick: bool) -> list[Plan]:
     """The plans to begin with: each cut with the first features, or with all."""
-    features = FEATURES[: QUICK if quick else len(FEATURES)]
+    features = _features(product)[: QUICK if quick else len(FEATURES)]
     return [Plan(*cut)._replace(**more) for cut, more in pairs_of(product.cuts, features)]
 
 
-def with_features(plan: Plan) -> list[Plan]:
+def with_features(product: Product, plan: Plan) -> list[Plan]:
     """The cut of `plan` with every feature."""
-    return [Plan(*plan[:5])._replace(**more) for more in FEATURES]
+    return [Plan(*plan[:5])._replace(**more) for more in _features(product)]
+
+
+def _features(product: Product) -> tuple[dict[str, Any], ...]:
+    return FP8_FEATURES if product.fp8 else FEATURES
 
 
 def search(
@@ -150,7 +166,7 @@ def search(
     times: dict[Plan | None, Times] = {None: time(None)}
     times |= {plan: time(plan) for plan in first_try(product, quick=quick)}
     best = min((plan for plan in times if plan is not None), key=lambda plan: _rank(times[plan]))
-    times |= {plan: time(plan) for plan in with_features(best) if plan not in times}
+    times |= {plan: time(plan) for plan in with_features(product, best) if plan not in times}
     return dict(sorted(times.items(), key=lambda item: _rank(item[1])))
 
 
@@ -158,12 +174,20 @@ def _rank(times: Times) -> tuple[float, float]:
     return (times.layers, times.alone)
 
 
+def layer_of(name: str) -> tuple[str, ...]:
+    """The products of the layer that this one is part of; none where it is part of none."""
+    kind = "fp8 " if name.startswith("fp8 ") else ""
+    names = tuple(kind + part for part in bench.LAYER)
+    return names if name in names else ()
+
+
 @cache
-def _weights(name: str) -> list[Tensor]:
+def _weights(name: str) -> Sequence[Tensor | Fp8Weight]:
     """Matrices of a product to take in turn; those of a layer are the layers' own."""
-    num_cols, width, _, gated = PRODUCTS[name]
-    shape = (num_cols * (2 if gated else 1), width)
-    return bench.weights_in_turn(*shape, torch.device("cuda"), at_least=LAYERS)
+    product = PRODUCTS[name]
+    shape = (product.num_cols * (2 if product.gated else 1), product.width)
+    weights = bench.weights_in_turn(*shape, torch.device("cuda"), at_least=LAYERS)
+    return [bench.in_bytes(weight) for weight in weights] if product.fp8 else weights
 
 
 @cache
@@ -177,22 +201,22 @@ def _alone(name: str, plan: Plan | None, rows: int) -> float:
     return seconds_of(Case(name, bench.in_turn(call, _weights(name)), 0))[0]
 
 
-def _layers(plans: Plans, rows: int) -> float:
-    return seconds_of(Case("layers", partial(_run_layers, plans, rows), 0))[0]
+def _layers(names: tuple[str, ...], plans: Plans, rows: int) -> float:
+    return seconds_of(Case("layers", partial(_run_layers, names, plans, rows), 0))[0]
 
 
-def _run_layers(plans: Plans, rows: int) -> Tensor:
+def _run_layers(names: tuple[str, ...], plans: Plans, rows: int) -> Tensor:
     """As a model runs them: a product whose reader has a plan too ends in the sum and norm."""
-    layers = [[_weights(name)[layer] for name in LAYER] for layer in range(LAYERS)]
+    layers = [[_weights(name)[layer] for name in names] for layer in range(LAYERS)]
     x, norm = _random(rows, SIZE), _random(1, SIZE)[0]
-    return bench.stack(layers, norm, x, [plans[name] for name in LAYER])
+    return bench.stack(layers, norm, x, [plans[name] for name in names])
 
 
 def _time(name: str, plans: Plans, rows: int, plan: Plan | None) -> Times:
     """Prints the line of one plan; a plan that does not fit the chip has no time."""
     try:
         alone = _alone(name, plan, rows)
-        layers = _layers(plans | {name: plan}, rows) if name in LAYER else 0.0
+        layers = _layers(names, plans | {name: plan}, rows) if (names := layer_of(name)) else 0.0
     except Exception as error:
         print(f"{name:<14} {_shown(plan)}: {' '.join(str(error).split())[:80]}", flush=True)
         return Times(float("inf"), float("inf"))
@@ -226,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finalists[name] = list(times)[:FINALISTS]
         plans[name] = finalists[name][0]
     print("again, beside the best of the others", flush=True)
-    for name in [name for name in names if name in LAYER]:
+    for name in filter(layer_of, names):
         choices: list[Plan | None] = list(dict.fromkeys([*finalists[name], None]))
         again = {plan: _time(name, plans, rows, plan) for plan in choices}
         plans[name] = min(again, key=lambda plan: again[plan].layers)
@@ -237,15 +261,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(plans: Plans, names: Sequence[str]) -> None:
     library: Plans = dict.fromkeys(PRODUCTS)
     for rows in ROWS:
-        both = [_layers(side, rows) * 1e6 for side in (plans, library)]
-        print(f"{LAYERS} layers, {rows} rows: {both[0]:.2f} against {both[1]:.2f} of cuBLAS")
+        for layer in dict.fromkeys(layer_of(name) for name in names if layer_of(name)):
+            both = [_layers(layer, side, rows) * 1e6 for side in (plans, library)]
+            kind = "fp8 layers" if PRODUCTS[layer[0]].fp8 else "layers"
+            print(f"{LAYERS} {kind}, {rows} rows: {both[0]:.2f} against {both[1]:.2f} of cuBLAS")
         for name in names:
             both = [_alone(name, side[name], rows) * 1e6 for side in (plans, library)]
             print(f"  {name}: {both[0]:.2f} against {both[1]:.2f}", flush=True)
     for name in names:
-        num_cols, width, _, gated = PRODUCTS[name]
-        table = "GATED" if gated else "PRODUCTS"
-        print(f"{table}: ({num_cols}, {width}, {_shown(plans[name])}),  # {name}", flush=True)
+        product = PRODUCTS[name]
+        table = "fp8_plan" if product.fp8 else "GATED" if product.gated else "PRODUCTS"
+        shape = f"{product.num_cols}, {product.width}"
+        print(f"{table}: ({shape}, {_shown(plans[name])}),  # {name}", flush=True)
 
 
 if __name__ == "__main__":

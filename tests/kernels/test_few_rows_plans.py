@@ -8,7 +8,15 @@ from compiling import Compile, compile_sm90
 
 from specdec.kernels.few_rows import bench, kernel, tune
 from specdec.kernels.few_rows.kernel import FALLBACK
-from specdec.kernels.few_rows.plan import ANY, GATED, PRODUCTS, Plan, plan_for, product_plan
+from specdec.kernels.few_rows.plan import (
+    ANY,
+    GATED,
+    PRODUCTS,
+    Plan,
+    fp8_plan,
+    plan_for,
+    product_plan,
+)
 from specdec.kernels.few_rows.tune import PRODUCTS as TUNED
 from specdec.kernels.few_rows.tune import Times, first_try, search
 
@@ -68,6 +76,7 @@ def test_search_names_lines_for_the_plan(monkeypatch, capsys):
     products = {
         name: tune.Product(*shape, cuts, gated=name == "gate_up") for name, shape in shapes.items()
     }
+    products |= {f"fp8 {name}": item._replace(fp8=True) for name, item in products.items()}
     monkeypatch.setattr(tune, "PRODUCTS", products)
     monkeypatch.setattr(tune, "SIZE", 64)
     monkeypatch.setattr(tune, "ROWS", (2,))
@@ -76,8 +85,9 @@ def test_search_names_lines_for_the_plan(monkeypatch, capsys):
     )
 
     def weights(name):
-        num_cols, width, _, gated = products[name]
-        return [torch.randn(num_cols * (1 + gated), width, device=DEVICE)] * tune.LAYERS
+        num_cols, width, _, gated, fp8 = products[name]
+        weight = torch.randn(num_cols * (1 + gated), width, device=DEVICE)
+        return [bench.in_bytes(weight) if fp8 else weight] * tune.LAYERS
 
     def seconds_of(case):
         assert case.run().isfinite().all()
@@ -91,14 +101,22 @@ def test_search_names_lines_for_the_plan(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "GATED: (96, 64, cuBLAS),  # gate_up"  # the first of equals
     assert sum(line.startswith("gate_up") for line in lines) == 2 * 3  # each plan again at the end
+    assert tune.main(["--quick", "fp8 o", "o"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "fp8_plan: (64, 64, cuBLAS),  # fp8 o"
+    assert [line.partition(",")[0] for line in lines if "against" in line and "layers" in line] == [
+        "1 fp8 layers",
+        "1 layers",
+    ]
 
 
 def test_search_tries_what_is_planned():
     """Each plan of a tuned product, so that a search can find it again."""
     for name, tuned in TUNED.items():
         tried = first_try(tuned, quick=False)
-        for rows in GATED if tuned.gated else PRODUCTS:
-            plan = product_plan(rows, tuned.num_cols, tuned.width, gated=tuned.gated)
+        plan_of = fp8_plan if tuned.fp8 else product_plan
+        for rows in (16, 32, 64, 128):
+            plan = plan_of(rows, tuned.num_cols, tuned.width, gated=tuned.gated)
             assert plan is None or plan in tried, (name, rows)
 
 
