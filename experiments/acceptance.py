@@ -105,17 +105,23 @@ def bind_prompts(cfg: DictConfig) -> Callable[[], Any]:
     return bind(node, key="data")
 
 
-def speeds(decoded: Any) -> dict[str, float | None]:
-    """Output tokens a second, prefills included, and against plain decoding where it was run."""
-    from specdec.metrics import ratio
+def speeds(decoded: Any) -> dict[str, Any]:
+    """Output tokens a second, prefills included, and against plain decoding where it was run; the
+    interval resamples the turns that the two took."""
+    from specdec.metrics import quotient_interval, ratio
 
-    rate = ratio(sum(len(o.token_ids) for o in decoded.outputs), decoded.seconds)
-    baseline = ratio(decoded.baseline_tokens, decoded.baseline_seconds)
+    (tokens, seconds), (plain_tokens, plain_seconds) = (
+        ([stint.tokens for stint in stints], [stint.seconds for stint in stints])
+        for stints in (decoded.stints, decoded.baseline_stints)
+    )
+    rate = ratio(sum(tokens), sum(seconds))
+    baseline = ratio(sum(plain_tokens), sum(plain_seconds))
     return {
         "tokens_per_second": rate,
         "baseline_tokens_per_second": baseline,
         "speedup": ratio(rate, baseline) if rate and baseline else None,
-        "decode_seconds": decoded.seconds,
+        "speedup_ci95": quotient_interval((tokens, seconds), (plain_tokens, plain_seconds)),
+        "decode_seconds": sum(seconds),
     }
 
 
@@ -219,7 +225,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         rows.append(["ended in an error", f"{summary['num_errors']}: logits that are not numbers"])
     if summary["speedup"] is not None:
         rows.append(["plain tokens a second", number(summary["baseline_tokens_per_second"], 1)])
-        rows.append(["speedup", number(summary["speedup"], 2)])
+        low, high = (number(v, 2) for v in summary["speedup_ci95"])
+        rows.append(["speedup", f"{number(summary['speedup'], 2)}  [{low}, {high}]"])
     verify, propose = (
         summary["config"][stage]["_target_"].rpartition(".")[2] for stage in ("verify", "propose")
     )

@@ -32,15 +32,21 @@ class Task(NamedTuple):
     request: Request
 
 
+class Stint(NamedTuple):
+    """What an engine did before another one had its turn."""
+
+    tokens: int
+    seconds: float
+
+
 class Decoded(NamedTuple):
     """Outputs in prompt-file order, then turn, then sample; times are of decoding alone, with the
     prefills and without loading and warm-up."""
 
     outputs: list[Output]
     texts: list[str]  # of each output
-    seconds: float
-    baseline_tokens: int
-    baseline_seconds: float
+    stints: list[Stint]
+    baseline_stints: list[Stint]  # none without a baseline
 
 
 def request_seed(seed: int, prompt_id: str, turn: int, sample: int) -> int:
@@ -69,17 +75,15 @@ def decode_prompts(
     """
     finished: dict[tuple[str, int, int], tuple[Task, Result, str]] = {}
     answers: dict[tuple[str, int], list[str]] = {}
-    seconds, baseline_seconds, baseline_tokens = 0.0, 0.0, 0
+    stints: tuple[list[Stint], list[Stint]] = ([], [])
     for turn in range(max(len(p.turns) for p in prompts.prompts)):
         tasks = turn_tasks(cfg, models, prompts, turn, answers)
         requests = [task.request for task in tasks]
         contenders = [stages for stages in (bound, baseline) if stages]
         engines = [warm_engine(cfg, models, stages, requests) for stages in contenders]
         results, taken = interleave(engines, requests, advance)
-        seconds += taken[0]
-        if baseline is not None:
-            baseline_seconds += taken[1]
-            baseline_tokens += sum(len(r.token_ids) for r in results[1])
+        for own, new in zip(stints, taken, strict=False):
+            own.extend(new)
         for task, result in zip(tasks, results[0], strict=True):
             text = models.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
             answers.setdefault((task.prompt.prompt_id, task.sample), []).append(text)
@@ -92,7 +96,7 @@ def decode_prompts(
     ]
     outputs = [output_of(models.tokenizer, task, result) for task, result, _ in ordered]
     texts = [text for _, _, text in ordered]
-    return Decoded(outputs, texts, seconds, baseline_tokens, baseline_seconds)
+    return Decoded(outputs, texts, *stints)
 
 
 def warm_engine(
@@ -186,7 +190,7 @@ def interleave(
     engines: Sequence[Engine],
     requests: Sequence[Request],
     advance: Callable[[], None] = lambda: None,
-) -> tuple[list[list[Result]], list[float]]:
+) -> tuple[list[list[Result]], list[list[Stint]]]:
     """Run the same requests through each engine, as if it were alone.
 
     The engines take short turns, so that a drift of the machine's speed meets all.
@@ -195,14 +199,17 @@ def interleave(
         advance: called for every request, when the last engine is done with it.
 
     Returns:
-        Results of each engine in the order of `requests`, and the seconds of its turns.
+        Results of each engine in the order of `requests`, and its turns.
     """
     finished = [0] * len(engines)
-    seconds = [0.0] * len(engines)
+    tokens = [0] * len(engines)  # of the turn
+    seconds = [0.0] * len(engines)  # of all turns before it
+    stints: list[list[Stint]] = [[] for _ in engines]
     began = 0.0  # when the turn did
 
     def run(index: int) -> Generator[None, None, list[Result]]:
         def on_output(output: EngineOutput) -> None:
+            tokens[index] += len(output.token_ids)
             if output.finish_reason:
                 before = min(finished)
                 finished[index] += 1
@@ -221,12 +228,14 @@ def interleave(
             began = time.perf_counter()
             try:
                 next(steps)
-                while len(runs) == 1 or time.perf_counter() - began < TURN_SECONDS:
+                while len(engines) == 1 or time.perf_counter() - began < TURN_SECONDS:
                     next(steps)
             except StopIteration as end:
                 results[index] = end.value
                 del runs[index]
             if engines[index].runner.device.type == "cuda":
                 torch.cuda.synchronize(engines[index].runner.device)  # a step may be in flight
-            seconds[index] += time.perf_counter() - began
-    return results, seconds
+            stints[index].append(Stint(tokens[index], time.perf_counter() - began))
+            seconds[index] += stints[index][-1].seconds
+            tokens[index] = 0
+    return results, stints

@@ -144,7 +144,7 @@ def decode_in_turns(
         for turn in range(len(decoders)):
             index = (number + turn) % len(decoders)
             task = tasks[index][number]
-            ((result,),), (elapsed,) = interleave([decoders[index].engine], [task.request])
+            ((result,),), (((_, elapsed),),) = interleave([decoders[index].engine], [task.request])
             outputs[index].append(output_of(models.tokenizer, task, result))
             taken[index] += elapsed
             advance(f"prompt {number + 1}", elapsed)

@@ -135,6 +135,24 @@ def paired_difference(
     return ratios[0] - ratios[1], *interval(draws)
 
 
+def quotient_interval(
+    a: tuple[Sequence[float], Sequence[float]],
+    b: tuple[Sequence[float], Sequence[float]],
+    *,
+    seed: int = 0,
+) -> tuple[float | None, float | None]:
+    """95% percentile interval of the quotient of two pooled ratios whose parts do not pair.
+
+    Args:
+        a, b: (numerators, denominators), one value a part, as tokens and seconds of a turn.
+
+    Returns:
+        (low, high), or (None, None) where either has fewer than two parts.
+    """
+    above, below = (resampled_ratios(*x, seed=seed + i) for i, x in enumerate((a, b)))
+    return interval(above / below)
+
+
 def resampled_ratios(
     numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0, block: int = 1000
 ) -> np.ndarray:

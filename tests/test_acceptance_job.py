@@ -163,6 +163,8 @@ def test_the_summary_holds_what_was_promised(conversation):
     }
     rate, plain = summary["tokens_per_second"], summary["baseline_tokens_per_second"]
     assert summary["speedup"] == pytest.approx(rate / plain)
+    low, high = summary["speedup_ci95"]
+    assert (low is None and high is None) or low <= high
     assert summary["num_draft_tokens"] == 4
     assert summary["config"]["data"]["num_prompts"] == 4
     assert summary["versions"]["torch"]

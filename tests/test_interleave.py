@@ -53,9 +53,11 @@ def test_an_engine_runs_as_if_it_were_alone(num_requests, turn_seconds, monkeypa
         for index, engine in enumerate(pair):
             counted(engine, index, engine.step)
         if together:
-            results, seconds = decoding.interleave(pair, requests, lambda: done.append(1))
+            results, stints = decoding.interleave(pair, requests, lambda: done.append(1))
             assert len(done) == num_requests
-            assert all(0 < r.seconds <= seconds[i] for i in (0, 1) for r in results[i])
+            for own, turns in zip(results, stints, strict=True):
+                assert all(0 < r.seconds <= sum(turn.seconds for turn in turns) for r in own)
+                assert sum(turn.tokens for turn in turns) == sum(len(r.token_ids) for r in own)
         else:
             results = [generate(engine, requests) for engine in pair]
             alone, alone_steps = results, list(steps)
@@ -82,7 +84,8 @@ def test_time_is_that_of_an_engines_own_turns(monkeypatch):
             return run()
 
         engine.step = step
-    results, seconds = decoding.interleave(pair, requests_of(1))
+    results, stints = decoding.interleave(pair, requests_of(1))
+    seconds = [sum(turn.seconds for turn in turns) for turns in stints]
     assert seconds[0] + seconds[1] == now[0]
     assert seconds[1] % 10 == 0
     assert seconds[0] < 10

@@ -115,6 +115,25 @@ def test_paired_difference_removes_what_the_prompts_share():
     assert metrics.paired_difference(([], []), ([], [])) == (None, None, None)
 
 
+def test_quotient_of_two_rates_has_an_interval_that_covers_it():
+    rng = np.random.default_rng(0)
+    covered, widths = 0, []
+    for seed in range(100):
+        seconds = rng.uniform(0.1, 0.3, size=(2, 30))
+        tokens = [rng.poisson(rate * own) for rate, own in zip((300, 200), seconds, strict=True)]
+        a, b = zip(tokens, seconds, strict=True)
+        low, high = metrics.quotient_interval(a, b, seed=seed)
+        covered += low <= 1.5 <= high
+        widths.append(high - low)
+    assert 88 <= covered <= 99
+    assert 0.9 < np.mean(widths) / (2 * 1.96 * 1.5 * np.sqrt(1 / 1800 + 1 / 1200)) < 1.1
+
+
+def test_one_turn_has_no_interval():
+    assert metrics.quotient_interval(([5], [1.0]), ([4, 4], [1.0, 1.0])) == (None, None)
+    assert metrics.quotient_interval(([5, 5], [1.0, 1.0]), ([], [])) == (None, None)
+
+
 def test_repeated_ngrams():
     assert metrics.repeated_ngrams(range(7)) == (0, 0)
     assert metrics.repeated_ngrams(range(20)) == (0, 13)
