@@ -293,9 +293,12 @@ def used_memory(models: Models) -> float | None:
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
     from specdec.experiments.tables import number, print_table
 
+    rows = summary["rows"]
     columns = {
         "batch": ("batch", 0),
         "step_ms": ("step ms", 3),
+        "step_ms_p10": ("p10", 3),
+        "step_ms_p90": ("p90", 3),
         "target_ms": ("target", 3),
         "verification_ms": ("verify", 3),
         "drafting_ms": ("draft", 3),
@@ -305,7 +308,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         "tokens_per_second": ("tokens/s", 0),
         "floor_share": ("floor/step", 2),
     }
-    cells = [[number(row.get(c), d) for c, (_, d) in columns.items()] for row in summary["rows"]]
+    columns = {c: v for c, v in columns.items() if any(row.get(c) is not None for row in rows)}
+    cells = [[number(row.get(c), d) for c, (_, d) in columns.items()] for row in rows]
     title = f"K={summary['num_draft_tokens']} on {summary['device_name']} {summary['dtype']}"
     print_table(title, [name for name, _ in columns.values()], cells)
     if summary["arrivals"]:

@@ -36,6 +36,7 @@ NUMBERS = (
     "tokens_per_second",
     "baseline_tokens_per_second",
     "speedup",
+    "speedup_ci95",
     "output_sha256",
 )
 
