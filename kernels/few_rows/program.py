@@ -5,124 +5,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.kernels.cache_write.kernel import rounded
-from specdec.kernels.chain import ask_for_bytes
+from specdec.kernels.few_rows.operands import (
+    ask_for_rows,
+    load_rows,
+    load_weights,
+    plus_product,
+)
 from specdec.kernels.gated_act.kernel import silu_times
-
-
-@triton.jit
-def _ask_for_rows(rows_ptr, first, K: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT elements from `first` on of each row, in pieces; nothing past the row's K.
-
-    K is a multiple of 64 elements of 16 bits and no less than a piece, as in every plan's product.
-    """
-    PIECES: tl.constexpr = (COUNT + 127) // 128
-    PIECE: tl.constexpr = COUNT // PIECES
-    BYTES: tl.constexpr = PIECE * rows_ptr.dtype.element_ty.primitive_bitwidth // 8
-    at = tl.minimum(first + tl.arange(0, PIECES) * PIECE, K - PIECE)
-    address = rows_ptr[:, None] + at[None, :]
-    ask_for_bytes(address, tl.full(address.shape, BYTES, tl.int32))
-
-
-@triton.jit
-def _e4m3_to_bf16(weights):
-    """Bytes as the numbers they stand for, in plain instructions: conversions run at a quarter of
-    their rate.
-
-    A byte's sign goes to the top of a half, its other bits into exponent and mantissa; 2^120 is
-    between the two types' exponents, and -0 changes no sum. Values below the least normal one come
-    out right, NaN as 480.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 pair, rest, factor, zero;
-        mov.b32 factor, 0x7B807B80;
-        mov.b32 zero, 0x80008000;
-        prmt.b32 pair, $2, 0, 0x1404;
-        shr.b32 rest, pair, 4;
-        and.b32 rest, rest, 0x07F007F0;
-        lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
-        fma.rn.bf16x2 $0, pair, factor, zero;
-        prmt.b32 pair, $2, 0, 0x3424;
-        shr.b32 rest, pair, 4;
-        and.b32 rest, rest, 0x07F007F0;
-        lop3.b32 pair, pair, 0x80008000, rest, 0xEA;
-        fma.rn.bf16x2 $1, pair, factor, zero;
-        }""",
-        "=r,=r,r",
-        [weights],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _of_type(weights, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """Weights in another type; bytes are e4m3 values."""
-    if weights.dtype != tl.uint8:
-        typed = weights.to(dtype)
-    elif COMPILED and dtype == tl.bfloat16:
-        typed = _e4m3_to_bf16(weights)
-    else:
-        typed = weights.to(tl.float8e4nv, bitcast=True).to(dtype)
-    return typed
-
-
-@triton.jit
-def _weights(
-    rows_ptr,
-    at,
-    is_own,
-    dtype: tl.constexpr,
-    K: tl.constexpr,
-    INSIDE: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """[K part, outputs]: elements `at` of each row.
-
-    Zeros where they may lie past K, and for the outputs where `is_own`, if there is one, is False.
-    """
-    pointers = rows_ptr[None, :] + at[:, None]
-    if INSIDE and is_own is None:
-        weights = tl.load(pointers)
-    elif INSIDE:
-        weights = tl.load(pointers, mask=is_own[None, :], other=0)
-    elif is_own is None:
-        weights = tl.load(pointers, mask=(at < K)[:, None], other=0)
-    else:
-        weights = tl.load(pointers, mask=(at < K)[:, None] & is_own[None, :], other=0)
-    return _of_type(weights, dtype, COMPILED)
-
-
-@triton.jit
-def _activations(rows_ptr, at, is_row, dtype: tl.constexpr, K: tl.constexpr, INSIDE: tl.constexpr):
-    """[rows, K part]; masked as `_weights`."""
-    mask = is_row[:, None]
-    if not INSIDE:
-        mask = mask & (at < K)[None, :]
-    return tl.load(rows_ptr[:, None] + at[None, :], mask=mask, other=0.0).to(dtype)
-
-
-@triton.jit
-def _plus_product(
-    sums,
-    x,
-    weights,
-    scale_ptr,
-    weight_row,  # [outputs], or one number whose block is theirs
-    at,  # the first of the part of K
-    K: tl.constexpr,
-    SCALED: tl.constexpr,  # weights under one scale in either direction
-):
-    """sums + x @ weights, these times their blocks' scales where they have any."""
-    if scale_ptr is None:
-        sums = tl.dot(x, weights, sums, input_precision="ieee")
-    else:
-        columns: tl.constexpr = (K + SCALED - 1) // SCALED
-        column = tl.minimum(at // SCALED, columns - 1)  # parts past K have weights of zero
-        scale = tl.load(scale_ptr + weight_row // SCALED * columns + column)
-        sums += tl.dot(x, weights, input_precision="ieee") * scale
-    return sums
 
 
 @triton.jit
@@ -245,14 +134,14 @@ def few_rows_program(
         if not LATE:
             gdc_launch_dependents()
         if AHEAD > 0:
-            _ask_for_rows(weight_rows, first, K, AHEAD * STEP)
+            ask_for_rows(weight_rows, first, K, AHEAD * STEP)
             if GATED:
-                _ask_for_rows(weight_rows + N * K, first, K, AHEAD * STEP)
+                ask_for_rows(weight_rows + N * K, first, K, AHEAD * STEP)
     if HELD > 0:  # on their way into registers while the kernel before runs out
         held_at = first + tl.arange(0, HELD * STEP)
-        held_gate = _weights(weight_rows, held_at, is_own, dtype, K, inside, COMPILED)
+        held_gate = load_weights(weight_rows, held_at, is_own, dtype, K, inside, COMPILED)
         if GATED:
-            held_up = _weights(weight_rows + N * K, held_at, is_own, dtype, K, inside, COMPILED)
+            held_up = load_weights(weight_rows + N * K, held_at, is_own, dtype, K, inside, COMPILED)
     if OVERLAP:
         gdc_wait()
     if squares_ptr is not None and SQUARES_FIRST:
@@ -261,18 +150,18 @@ def few_rows_program(
         before = tl.load(residual_ptr + out_at, mask=is_out, other=0.0)
         norm = tl.load(norm_ptr + col, mask=is_col, other=0.0)
     if HELD > 0:
-        held_x = _activations(x_rows, held_at, is_row, dtype, K, inside)
+        held_x = load_rows(x_rows, held_at, is_row, dtype, K, inside)
     gate = tl.zeros((ROWS, BLOCK), tl.float32)
     up = tl.zeros((ROWS, BLOCK), tl.float32)
     for step in range(HELD, steps):
         start = first + step * STEP
         at = start + k
-        x = _activations(x_rows, at, is_row, dtype, K, inside)
-        w = _weights(weight_rows, at, is_own, dtype, K, inside, COMPILED)
-        gate = _plus_product(gate, x, w, scale_ptr, weight_row, start, K, SCALED)
+        x = load_rows(x_rows, at, is_row, dtype, K, inside)
+        w = load_weights(weight_rows, at, is_own, dtype, K, inside, COMPILED)
+        gate = plus_product(gate, x, w, scale_ptr, weight_row, start, K, SCALED)
         if GATED:
-            w = _weights(weight_rows + N * K, at, is_own, dtype, K, inside, COMPILED)
-            up = _plus_product(up, x, w, scale_ptr, N + weight_row, start, K, SCALED)
+            w = load_weights(weight_rows + N * K, at, is_own, dtype, K, inside, COMPILED)
+            up = plus_product(up, x, w, scale_ptr, N + weight_row, start, K, SCALED)
     if OVERLAP and LATE:
         gdc_launch_dependents()
     if HELD > 0:
