@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from specdec.checks import check_values, plain
 from specdec.errors import ConfigError
 from specdec.experiments.jobs import hydra_script, job_info, write_json
-from specdec.experiments.resuming import with_overrides_of_run
+from specdec.experiments.resuming import tell_if_spent, with_overrides_of_run
 from specdec.training.config import register
 
 register()
@@ -122,6 +122,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     start = Progress()
     if cfg.resume is not None:
         start, before = load_state_(cfg.resume, weights, settings, free=(*FREE, *JUDGED))
+        tell_if_spent(budget, start, cfg.resume)
         bring_records(Path(cfg.resume), folder, ["head", "train.csv", "eval.csv"])
         judged = [key for key in differences(before, settings) if below(key, JUDGED)]
         if judged and start.best is not None:

@@ -156,6 +156,9 @@ def _other_model(a: Run, b: Run) -> Refusal | None:
                 return Refusal(f"{name}: {_differs(settings[0], a, b)}", settings)
             told = f"what {keys[0]}={a.setting(keys[0])} names has changed between the runs"
             return Refusal(f"{name}: {told}", [])
+    kept_in = "target.quantize"  # absent from old runs
+    if (a.setting(kept_in) or "none") != (b.setting(kept_in) or "none"):
+        return Refusal(f"target: {_differs(kept_in, a, b)}", [kept_in])
     return None
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from specdec.checks import check_values, plain
 from specdec.experiments.jobs import hydra_script, job_info, write_json
-from specdec.experiments.resuming import with_overrides_of_run
+from specdec.experiments.resuming import tell_if_spent, with_overrides_of_run
 from specdec.training.pair_config import register
 
 register()
@@ -100,6 +100,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float | None:
     start = Progress()
     if cfg.resume is not None:
         start, _ = load_state_(cfg.resume, weights, settings, free=FREE)
+        tell_if_spent(budget, start, cfg.resume)
         bring_records(Path(cfg.resume), folder, ["train.csv", "eval.csv"])
     train_csv = CsvLog(folder / "train.csv", keep_until=start.step)
     eval_csv = CsvLog(folder / "eval.csv", keep_until=start.evaluated_step or 0)

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from specdec.errors import ConfigError
-from specdec.training.checkpoint import state_file
+from specdec.training.checkpoint import Progress, state_file
+from specdec.training.loop import Budget
 
 ADDED = {OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
 LEFT_BEHIND = ("resume", "budget.stop_after_steps")  # of one session of a run
@@ -44,6 +45,16 @@ def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
     first = min(given)
     kept = [o.input_line for o in old.values() if o.key_or_group not in LEFT_BEHIND]
     return [*line[:first], *kept, *line[first:]]
+
+
+def tell_if_spent(budget: Budget, start: Progress, run: str) -> None:
+    """A line for the user where the run that is resumed has nothing left to do."""
+    if budget.share(start) >= 1:
+        print(
+            f"resume={run}: the budget was spent after {start.step} steps, {start.tokens} tokens; "
+            "raise budget.max_tokens, max_steps, max_seconds or epochs to go on",
+            flush=True,
+        )
 
 
 def _read(record: Path) -> list[str]:

@@ -88,7 +88,9 @@ def _row(status: dict[str, Any], job: Path) -> dict[str, Any]:
         row["status"] = "killed"
     for override in status["overrides"]:
         key, _, value = override.partition("=")
-        row[key.lstrip("+~")] = value
+        name = key.lstrip("+~")
+        if name.partition(".")[0] not in ("launcher", "hydra"):  # maybe of a run that skipped it
+            row[name] = value
     path = job / "summary.json"
     if status["status"] == "done" and path.exists():
         summary = json.loads(path.read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ def dequantised(tensors: Readers, where: Path, settings: Mapping[str, Any]) -> R
     scales = [name for name in tensors if name.endswith(SCALE)]
     if not scales and quantised.get("quant_method") != "fp8":
         return tensors
-    block = tuple(quantised.get("weight_block_size") or BLOCK)
+    block = _block_size(quantised, where)
     weights = {name.removesuffix(SCALE): name for name in scales}
     for name, scale in weights.items():
         if name not in tensors:
@@ -63,6 +63,17 @@ def dequantised(tensors: Readers, where: Path, settings: Mapping[str, Any]) -> R
         for name, (shape, read) in tensors.items()
         if not name.endswith(SCALE)
     }
+
+
+def _block_size(quantised: Mapping[str, Any], where: Path) -> tuple[int, int]:
+    value = quantised.get("weight_block_size") or BLOCK
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        rows, columns = value
+        if all(type(size) is int and size > 0 for size in (rows, columns)):
+            return rows, columns
+    raise CheckpointError(
+        f"{where}: quantization_config.weight_block_size={value!r} is not two positive integers"
+    )
 
 
 def block_scaled(tensors: Readers, settings: Mapping[str, Any]) -> dict[str, ReadScaled]:

@@ -68,6 +68,11 @@ def quantised(weight: Any) -> Any:
         return weight
     if loading.kind == "fp8":
         weight = weight if isinstance(weight, Fp8Weight) else to_fp8(weight)
+        if ((weight.data.view(torch.uint8) & 0x7F) == 0x7F).any():
+            shape = " x ".join(map(str, weight.shape))
+            raise CheckpointError(
+                f"quantize=fp8: a matrix of {shape} has weights that are NaN; repair the checkpoint"
+            )
         loading.linear[id(weight)] = weight
         return weight
     return weight if type(weight) is not Tensor else to_int(weight, loading.kind)

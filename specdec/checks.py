@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.errors import (
     ConfigCompositionException,
@@ -100,10 +100,18 @@ def unknown_key(full_key: str, schema: Any) -> str:
     if name in RENAMED:
         return f"unknown key {full_key}; it is called {full_key[: -len(name)]}{RENAMED[name]} here"
     known = [v for v in _field_names(schema) if not v.startswith("_")]
-    hint = did_you_mean(name, known)
+    hint = did_you_mean(name, known) or _found_below(name, schema)
     if not hint and issubclass(schema, StageConfig):
         hint = f"; a keyword of your own function is added with +{full_key}="
     return f"unknown key {full_key}{hint} (known: {', '.join(known) or 'none'})"
+
+
+def _found_below(name: str, schema: Any) -> str:
+    """As `did_you_mean`, for a key that a node of the schema has."""
+    for node, kind in get_type_hints(schema).items() if dataclasses.is_dataclass(schema) else ():
+        if name in _field_names(kind):
+            return f"; did you mean {node}.{name}?"
+    return ""
 
 
 def one_line(error: BaseException) -> str | None:

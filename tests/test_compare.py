@@ -219,6 +219,7 @@ def hashes(**values):
 SAMPLED = {"sampling__temperature": 0.7}
 REFUSALS = {
     "another target": (hashes(target="u") | {"target__path": "models/b"}, {}, "target.path"),
+    "a target in fp8": ({"target__quantize": "fp8"}, {}, "target.quantize is fp8 in a"),
     "a target that was replaced": (hashes(target="u"), {}, "target"),
     "another template": (hashes(template="d"), {}, "template"),
     "another system prompt": (
@@ -263,6 +264,7 @@ def test_what_cannot_be_paired_is_refused_by_its_key(
 def test_settings_that_change_nothing_are_not_refused(tmp_path, monkeypatch):
     a = write_run(tmp_path / "a", sampling__top_k=0, sampling__top_p=0.5, seed=3)
     off = {"sampling__repetition_penalty": 1.0, "sampling__presence_penalty": 0.0}
+    off |= {"target__quantize": "none"}
     b = write_run(tmp_path / "b", sampling__top_k=None, seed=3, **off)  # filters do not matter
     code, (pair,) = run_compare(tmp_path / "out", [a, b], monkeypatch)
     assert code == 0

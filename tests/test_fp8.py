@@ -1,6 +1,7 @@
 """Block-scaled fp8 checkpoints: dequantised on load, odd sizes included."""
 
 import json
+import re
 
 import families
 import pytest
@@ -137,3 +138,11 @@ def test_scales_that_do_not_fit_are_named(tmp_path):
     both = {"x.weight": weight, "y.weight": weight.clone(), **scale}
     refused(tmp_path, both, "y.weight is in torch.float8_e4m3fn without its y.weight_scale_inv")
     refused(tmp_path, {"x.weight": weight}, "without its x.weight_scale_inv", **fp8)
+
+
+@pytest.mark.parametrize("block", [[128], [128, 128, 1], [0, 128], [128.0, 128.0], "128", ["a", 2]])
+def test_a_block_size_that_is_none_is_named(block, tmp_path):
+    weight = torch.zeros(200, 130, dtype=torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.ones(2, 2)}
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    refused(tmp_path, tensors, re.escape(f"weight_block_size={block!r} is not two"), **fp8)

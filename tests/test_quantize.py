@@ -16,6 +16,7 @@ from specdec.kernels.few_rows.reference import Fp8Weight, dequantise
 from specdec.kernels.runtime import using
 from specdec.models.layers import linear, tree_leaves
 from specdec.models.load import load_target, open_checkpoint
+from specdec.models.quantize import quantised as quantised_form
 from specdec.models.quantize import quantising, stack_fp8, to_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +141,17 @@ def test_an_fp8_checkpoint_is_kept_bit_for_bit(quantised):
     )
     found = dequantise(*params.layers[0].mlp.gate_up)
     assert 0 < (found - gate_up).norm() < 0.04 * gate_up.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_that_are_no_numbers_are_refused(dtype):
+    """A byte that is NaN is a number to the kernel."""
+    weight = torch.randn(150, 200)
+    weight[3, 5] = float("nan")
+    matrix = weight.bfloat16() if dtype == torch.bfloat16 else to_fp8(weight)
+    with quantising("fp8"):
+        tiny.one_line_error(lambda: quantised_form(matrix), CheckpointError, "150 x 200 .* NaN")
+        assert isinstance(quantised_form(torch.randn(150, 200)), Fp8Weight)
 
 
 def test_an_unknown_kind_is_named():

@@ -27,6 +27,7 @@ def tree(folder):
     [
         ("propose.num_draft_tokens=-1", "propose.num_draft_tokens=-1 must be"),
         ("+typo=3", "unknown key typo"),
+        ("+quantize=fp8", "unknown key quantize; did you mean target.quantize?"),
         ("draft.path=/no/such/head", "/no/such/head"),
         ("hydra.output_subdir=null propose=none verify=greedy sampling.temperature=1", "cannot"),
     ],

@@ -87,7 +87,7 @@ def timeless(path):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_folder_is_all_that_resuming_needs(
-    train_mtp, started, part, in_place, tmp_path, monkeypatch
+    train_mtp, started, part, in_place, tmp_path, monkeypatch, capfd
 ):
     folder = part if in_place else tmp_path / "second"
     argv = [f"resume={part}", f"hydra.run.dir={folder}"]
@@ -102,8 +102,10 @@ def test_the_folder_is_all_that_resuming_needs(
     told = {k: v for k, v in summary["config"].items() if k != "resume"}
     assert told == {k: v for k, v in summary_of(whole)["config"].items() if k != "resume"}
     # a finished run has nothing left to do; a third session needs no more than a larger budget
+    assert "the budget was spent" not in capfd.readouterr().out
     again = [f"resume={folder}", f"hydra.run.dir={tmp_path / 'again'}"]
     assert call(train_mtp.main, again, monkeypatch) == 0
+    assert "the budget was spent after 10 steps" in capfd.readouterr().out
     same_weights(tmp_path / "again", whole)
     third = [f"resume={folder}", "budget.epochs=3", f"hydra.run.dir={tmp_path / 'third'}"]
     assert call(train_mtp.main, third, monkeypatch) == 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.few_rows.reference import Fp8Weight
+from specdec.kernels.few_rows.reference import SCALED, Fp8Weight
 
 MIN_COLS, MIN_WIDTH = 64, 512  # of the matrix, below which there is nothing to stream
 
@@ -104,6 +104,7 @@ GATED: dict[int, Table] = {
 }
 FP8_ROWS = 64
 FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=4, late=True)
+FP8_EXACT = Plan(cols=32, step=32, split=4, warps=8, stages=3, late=True)  # rows in fp32
 FP8_SQUARE = Plan(cols=32, step=128, split=4, warps=4, stages=6, late=True)
 
 
@@ -134,13 +135,18 @@ def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -
         plan = FP8_SQUARE._replace(cols=64)
     elif width > 4096:
         plan = FP8_SQUARE._replace(cols=128, split=8, stages=5)
-    return plan if num_rows <= 32 else plan._replace(stages=3)
+    if num_rows <= 32:
+        return plan
+    # scales that differ within a tile take registers
+    return plan._replace(stages=3, warps=8 if gated and num_cols % SCALED else plan.warps)
 
 
 def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:
     """`product_plan` or `fp8_plan` of two tensors, where the kernel takes their types."""
     if isinstance(weight, Fp8Weight):
         plan, matrix = fp8_plan, weight.data
+        if x.dtype == torch.float32 and 0 < x.numel() // matrix.shape[1] <= FP8_ROWS:
+            return FP8_EXACT
     elif weight.dtype in (torch.bfloat16, torch.float16) and x.dtype == weight.dtype:
         plan, matrix = product_plan, weight
     else:

@@ -42,6 +42,7 @@ FP8_FEATURES: tuple[dict[str, Any], ...] = ({"late": True}, {})  # bytes are not
 QUICK = 2  # features that every cut is tried with
 FINALISTS = 4  # plans of a product that are compared again when the others have theirs
 ROWS = (1, 4, 8, 16)
+MAX_ROWS = 128
 LAYERS = bench.LAYERS
 
 
@@ -243,6 +244,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"no product {unknown[0]!r}; there are: {', '.join(PRODUCTS)}", file=sys.stderr)
         return 2
+    if not 0 < rows <= MAX_ROWS:
+        print(f"--rows {rows} is not between 1 and {MAX_ROWS}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print(
+            "specdec.kernels.few_rows.tune times products on a GPU and torch sees none here",
+            file=sys.stderr,
+        )
+        return 1
     plans: Plans = {name: Plan(*product.cuts[0]) for name, product in PRODUCTS.items()}
     finalists: dict[str, list[Plan | None]] = {}
     for name in names:
@@ -254,13 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices: list[Plan | None] = list(dict.fromkeys([*finalists[name], None]))
         again = {plan: _time(name, plans, rows, plan) for plan in choices}
         plans[name] = min(again, key=lambda plan: again[plan].layers)
-    _report(plans, names)
+    _report(plans, names, sorted({*ROWS, rows}))
     return 0
 
 
-def _report(plans: Plans, names: Sequence[str]) -> None:
+def _report(plans: Plans, names: Sequence[str], rows_of_each: Sequence[int]) -> None:
     library: Plans = dict.fromkeys(PRODUCTS)
-    for rows in ROWS:
+    for rows in rows_of_each:
         for layer in dict.fromkeys(layer_of(name) for name in names if layer_of(name)):
             both = [_layers(layer, side, rows) * 1e6 for side in (plans, library)]
             kind = "fp8 layers" if PRODUCTS[layer[0]].fp8 else "layers"

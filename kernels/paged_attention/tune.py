@@ -8,6 +8,7 @@ From the plan in use each figure is varied in turn and the best value kept. Prin
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("paged_attention.tune times calls on a GPU and torch sees none here", file=sys.stderr)
+        return 1
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     mixed = [(f"{batch} x 4 rows", decoding(batch)) for batch in args.batch]

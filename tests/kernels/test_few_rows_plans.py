@@ -95,19 +95,35 @@ def test_search_names_lines_for_the_plan(monkeypatch, capsys):
 
     monkeypatch.setattr(tune, "_weights", weights)
     monkeypatch.setattr(tune, "seconds_of", seconds_of)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune, "LAYERS", 1)
     monkeypatch.setattr(tune, "FEATURES", tune.FEATURES[:2])
-    assert tune.main(["--quick", "gate_up"]) == 0
+    assert tune.main(["--quick", "--rows", "2", "gate_up"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "GATED: (96, 64, cuBLAS),  # gate_up"  # the first of equals
     assert sum(line.startswith("gate_up") for line in lines) == 2 * 3  # each plan again at the end
-    assert tune.main(["--quick", "fp8 o", "o"]) == 0
+    assert tune.main(["--quick", "--rows", "2", "fp8 o", "o"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "fp8_plan: (64, 64, cuBLAS),  # fp8 o"
     assert [line.partition(",")[0] for line in lines if "against" in line and "layers" in line] == [
         "1 fp8 layers",
         "1 layers",
     ]
+
+
+def test_search_is_refused_in_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for argv, code, named in (
+        (["o"], 1, "GPU"),
+        (["--rows", "0", "o"], 2, "--rows 0"),
+        (["--rows", "200", "o"], 2, "--rows 200"),
+        (["fp8 fc"], 2, "fp8 fc"),
+    ):
+        assert tune.main(argv) == code
+        out, err = capsys.readouterr()
+        assert not out
+        assert named in err
+        assert len(err.splitlines()) == 1
 
 
 def test_search_tries_what_is_planned():

@@ -280,6 +280,7 @@ def test_rounding_does_not_depend_on_the_cut(start):
     cuts = [
         plan._replace(keys=keys, splits=splits) for keys in (32, 64, 128) for splits in (1, 2, 8)
     ]
+    cuts.append(plan._replace(keys=32, splits=1, num_warps=2))
     first, *others = (run_kernel(given, plan=cut, max_query_len=4) for cut in cuts)
     for out in others:
         assert (out != first).float().mean() < 0.005
@@ -370,6 +371,7 @@ COMPILED = [  # type, Hq, Hkv, D, Dv, values in the keys, tree, requests, rows o
     ("bf16", 32, 8, 128, 128, False, False, 1, 4),
     ("bf16", 32, 8, 128, 128, False, True, 8, 100),
     ("bf16", 128, 1, 576, 512, True, False, 1, 1),
+    ("bf16", 32, 8, 128, 128, False, False, 64, 4),
 ]
 ALSO_COMPILED = [
     ("bf16", 32, 8, 128, 128, False, True, 64, 4),
