@@ -67,7 +67,7 @@ class Table(NamedTuple):
 
 @hydra_script("compare", record=False)
 def main(cfg: DictConfig, folder: Path) -> None:
-    from specdec.experiments.pairing import compare_all, in_short
+    from specdec.experiments.pairing import compare_all, in_short_lines
     from specdec.experiments.plots import plot_compare
     from specdec.experiments.runs import find_runs, labels, select, varied
     from specdec.experiments.tables import print_table
@@ -89,9 +89,9 @@ def main(cfg: DictConfig, folder: Path) -> None:
     notes = [*found.notes, *refusals(pairs)]
     page = html_page(tables, notes, (folder / "compare.png").read_bytes(), rows)
     (folder / "compare.html").write_text(page, encoding="utf-8")
-    for table in tables:
-        print_table(*table)
-    for note in [*found.notes, *(in_short(pair) for pair in pairs if pair.kind == "refused")]:
+    print_table(*tables[0])
+    print_table(*pairs_table([pair for pair in pairs if pair.kind != "refused"], rows))
+    for note in [*found.notes, *in_short_lines(pairs)]:
         print(note)
     print(f"results: {folder}")
 

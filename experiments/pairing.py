@@ -106,19 +106,33 @@ def _refused(a: Run, b: Run, refused: Refusal) -> Pair:
     return Pair(a, b, "refused", reason, **nothing, num_prompts=0, speed_ratio=None, keys=keys)
 
 
-def in_short(pair: Pair) -> str:
-    """A refused pair in one line of a terminal: the first setting that differs, and how many more
-    do; the reason where none does. What is too long loses its middle."""
+def in_short_lines(pairs: Sequence[Pair]) -> list[str]:
+    """Refused pairs, a line of a terminal each; of those that differ in the same settings the first
+    and how many more there are."""
+    groups: dict[Any, list[Pair]] = {}
+    for index, pair in enumerate(pairs):
+        if pair.kind == "refused":
+            groups.setdefault(tuple(pair.keys) or index, []).append(pair)
+    lines = []
+    for first, *others in groups.values():
+        more = f" (and so for {len(others)} more)" if others else ""
+        lines.append(_in_short(first, LINE - len(more)) + more)
+    return lines
+
+
+def _in_short(pair: Pair, length: int) -> str:
+    """The first setting that differs, and how many more do; the reason where none does. What is too
+    long loses its middle."""
     if pair.keys:
         key, *more = pair.keys
         rest = f", and {len(more)} more" if more else ""
-        room = (LINE // 2 - len(f"{key} is  and {rest}")) // 2
+        room = (length // 2 - len(f"{key} is  and {rest}")) // 2
         told = [_shown(run.setting(key)) for run in (pair.a, pair.b)]
         what = f"{key} is {' and '.join(_clipped(told, room))}{rest}"
     else:
-        (what,) = _clipped([pair.reason], LINE // 2)
+        (what,) = _clipped([pair.reason], length // 2)
     what = f" are not compared: {what}"
-    room = (LINE - len(f" and {what}")) // 2
+    room = (length - len(f" and {what}")) // 2
     return " and ".join(_clipped([pair.a.name, pair.b.name], room)) + what
 
 
