@@ -309,13 +309,18 @@ def test_serve_drains_on_sigterm(tmp_path):
         process.wait()
 
 
-def test_serve_refuses_what_cannot_run(server):
+def test_serve_refuses_what_cannot_run(server, tmp_path):
+    """Each in a folder of its own: they start in the same second, after which folders are named."""
     port = server.url.rpartition(":")[2]
-    runs = [
-        (serve(f"port={port}"), f"127.0.0.1:{port}"),
-        (serve("api_key="), "api_key is empty"),
-        (serve("+prot=9"), "did you mean 'port'"),
-    ]
+    runs = []
+    for override, reason in (
+        (f"port={port}", f"127.0.0.1:{port}"),
+        ("api_key=", "api_key is empty"),
+        ("+prot=9", "did you mean 'port'"),
+    ):
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs.append((serve(override, cwd=folder), reason))
     for process, reason in runs:
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 1
