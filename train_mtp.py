@@ -42,7 +42,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     """
     import torch
 
-    from specdec.build import bind, build_stages, load_models
+    from specdec.bind import bind
+    from specdec.build import build_stages, load_models
     from specdec.experiments.acceptance import load_prompts
     from specdec.experiments.heads import head_config, target_output, trained_head
     from specdec.experiments.identity import checkpoint_sha256, identify

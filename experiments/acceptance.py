@@ -27,7 +27,7 @@ PACKAGES = ("specdec", "torch", "triton", "transformers", "tokenizers", "numpy",
 @hydra_script("config")
 def main(cfg: DictConfig, folder: Path) -> float | None:
     """One job. Returns the acceptance length, for sweepers that optimise it."""
-    from specdec.build import bind
+    from specdec.bind import bind
 
     if not in_sweep():
         check_values(cfg)
@@ -97,7 +97,7 @@ def load_prompts(cfg: DictConfig) -> Any:
 
 
 def bind_prompts(cfg: DictConfig) -> Callable[[], Any]:
-    from specdec.build import bind
+    from specdec.bind import bind
 
     node = plain(cfg.data)
     if node["path"] is None:

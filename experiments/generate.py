@@ -149,7 +149,7 @@ def write_part(cfg: DictConfig, path: Path, index: int) -> dict[str, Any]:
 
 def prompt_texts(cfg: DictConfig, models: Any, stages: Any, frame: Any, index: int) -> list[str]:
     """User texts of one process: its share of the prompt bank, and what the model asks itself."""
-    from specdec.build import bind
+    from specdec.bind import bind
     from specdec.prompts.decontaminate import evaluation_texts, ngram_set
     from specdec.training import generation
 

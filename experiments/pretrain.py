@@ -39,7 +39,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float | None:
     import torch
 
     from specdec import runtime
-    from specdec.build import bind
+    from specdec.bind import bind
     from specdec.experiments.tables import progress as progress_bar
     from specdec.experiments.targets import new_target, packed_forward
     from specdec.experiments.training import CsvLog, bring_records, heldout_rows

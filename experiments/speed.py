@@ -32,7 +32,7 @@ MOST_ON_CPU = 10**9  # parameters of a target for which a missing GPU is not an 
 @hydra_script("speed")
 def main(cfg: DictConfig, folder: Path) -> float:
     """One job. Returns the step time in ms at the first batch size."""
-    from specdec.build import bind
+    from specdec.bind import bind
 
     if not in_sweep():
         check_values(cfg)

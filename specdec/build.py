@@ -1,10 +1,6 @@
 """From a configuration to bound stages, loaded models and an engine."""
 
-import difflib
 import gc
-import importlib
-import inspect
-from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -12,10 +8,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import runtime
+from specdec.bind import bind
 from specdec.cache import blocks_for
 from specdec.checks import NO_PROPOSAL, plain
 from specdec.engine import Engine
-from specdec.errors import ConfigError, did_you_mean
+from specdec.errors import ConfigError
 from specdec.models.batch import CacheShape, Draft, Target
 from specdec.models.load import load_draft, load_target
 from specdec.models.tokenizer import check_same_tokenizer, eos_token_ids, load_tokenizer
@@ -47,94 +44,6 @@ class Models(NamedTuple):
     eos_token_ids: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
-
-
-def bind(
-    node: DictConfig | Mapping[str, Any],
-    *,
-    fn_args: Sequence[str] = (),
-    offered: Mapping[str, Any] | None = None,
-    key: str | None = None,
-) -> partial:
-    """Bind a config node's keywords to the function that its `_target_` names, once.
-
-    Args:
-        fn_args: names of the positional arguments that the caller will pass.
-        offered: keywords that are passed only if the function takes them.
-        key: the node's place in the configuration, for messages.
-
-    Raises:
-        ConfigError: the function is not found, or its signature lacks a keyword or a positional
-            argument, or needs a keyword that the node does not give.
-    """
-    if isinstance(node, DictConfig):
-        key = key or str(node._get_full_key(None)) or None
-        values: Any = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    else:
-        values = dict(node)
-    target = values.pop("_target_", None)
-    keywords = {str(k): v for k, v in values.items() if k != "_partial_"}
-    label = f"{key}._target_={target}" if key else str(target)
-    function = _locate(target, label)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{label} has no signature to check; wrap it in a function") from error
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < len(fn_args) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise ConfigError(f"{label} must take the arguments ({', '.join(fn_args)})")
-    passed = {p.name for p in positional[: len(fn_args)]}
-    valid = [
-        p.name
-        for p in parameters
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in passed
-    ]
-    for name in keywords:
-        if name not in valid and not takes_any:
-            takes = f"it takes: {', '.join(valid)}" if valid else "it takes no keywords"
-            where = f"{key}.{name}" if key else name
-            hint = did_you_mean(name, valid)
-            raise ConfigError(f"unknown key {where}: {target} has no such keyword{hint} ({takes})")
-    for name, value in (offered or {}).items():
-        if name in valid or takes_any:
-            keywords.setdefault(name, value)
-    missing = [
-        p.name
-        for p in parameters
-        if p.name in valid and p.default is p.empty and p.name not in keywords
-    ]
-    if missing:
-        where = f"{key}.{missing[0]}" if key else missing[0]
-        raise ConfigError(
-            f"{label} needs the keyword {missing[0]!r}; set {where} (it takes: {', '.join(valid)})"
-        )
-    return partial(function, **keywords)
-
-
-def _locate(target: Any, label: str) -> Any:
-    """The callable that a dotted path names; its module is found on PYTHONPATH."""
-    if not isinstance(target, str) or not target.strip("."):
-        raise ConfigError(f"{label}: give the dotted path of a function")
-    module_name, _, name = target.rpartition(".")
-    if not module_name or target.startswith("."):
-        raise ConfigError(f"{label} must be a dotted path, MODULE.FUNCTION")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name + ".").startswith(error.name + "."):
-            raise ConfigError(f"{label}: no module {error.name!r} on PYTHONPATH") from error
-        raise ConfigError(f"{label}: importing {module_name} failed: {error}") from error
-    except (Exception, SystemExit) as error:
-        kind = type(error).__name__
-        raise ConfigError(f"{label}: importing {module_name} failed: {kind}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        close = difflib.get_close_matches(name, public, n=1)
-        hint = f"; did you mean {module_name}.{close[0]}?" if close else ""
-        raise ConfigError(f"{label}: {module_name} has no function {name!r}{hint}")
-    return function
 
 
 def build_stages(cfg: DictConfig) -> BoundStages:

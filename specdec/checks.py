@@ -56,7 +56,7 @@ def normalise_(cfg: DictConfig) -> None:
 def check_keys(cfg: DictConfig) -> None:
     """Raises ConfigError for a key without a value, or one that no schema knows (`+key=value`).
 
-    A stage's extra keys are left alone: `build.bind` compares them with its function's keywords.
+    A stage's extra keys are left alone: `bind.bind` compares them with its function's keywords.
     """
     schema = OmegaConf.get_type(cfg)
     names = _field_names(schema)

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from specdec import build, runtime
+from specdec.bind import bind
 from specdec.config import register_schemas
 from specdec.errors import ConfigError
 from specdec.generate import generate
@@ -23,6 +24,23 @@ def stage(a, b, *, threshold, scale=1.0):
 
 def anything(a, b, **keywords):
     return keywords
+
+
+def typed(
+    a,
+    b,
+    *,
+    rate: float,
+    count: int | None = 3,
+    word: str = None,  # noqa: RUF013 (as users write it)
+    on: bool = False,
+    more: list = (),
+):
+    return rate, count, word, on, more
+
+
+def of_another_module(a, b, *, rate: "NotHere"):  # noqa: F821
+    return rate
 
 
 @rule(lossless=None, wants_draft_probs=True)
@@ -62,11 +80,14 @@ def composed(*overrides):
 
 
 def test_bind_gives_a_plain_partial():
-    bound = build.bind(node("stage", threshold=0.5), fn_args=("a", "b"))
+    bound = bind(node("stage", threshold=0.5), fn_args=("a", "b"))
     assert type(bound) is functools.partial
     assert bound.func is stage
     assert bound(1, 2) == (1, 2, 0.5, 1.0)
-    nested = build.bind(node("anything", options={"x": [1]}), fn_args=("a", "b"))
+    fits = {"rate": 1, "count": None, "word": None, "on": True, "more": "anything"}
+    assert bind(node("typed", **fits), fn_args=("a", "b")).keywords == fits
+    assert bind(node("of_another_module", rate="x"), fn_args=("a", "b")).keywords == {"rate": "x"}
+    nested = bind(node("anything", options={"x": [1]}), fn_args=("a", "b"))
     assert type(nested.keywords["options"]) is dict
 
 
@@ -77,6 +98,12 @@ def test_bind_gives_a_plain_partial():
         (node("stage"), ("threshold", "needs")),
         (node("stage", threshold=1, a=1), ("verify.a", "threshold, scale")),
         (node("stag", threshold=1), ("stag", "did you mean", ".stage")),
+        (node("typed", rate="hello"), ("verify.rate='hello' is not a float", "typed")),
+        (node("typed", rate=None), ("verify.rate=None is not a float",)),
+        (node("typed", rate=True), ("verify.rate=True",)),
+        (node("typed", rate=1, count=2.5), ("verify.count=2.5 is not a int | None",)),
+        (node("typed", rate=1, word=5), ("verify.word=5 is not a str",)),
+        (node("typed", rate=1, on="yes"), ("verify.on='yes' is not a bool",)),
         ({"_target_": "no_such_package.rule"}, ("no_such_package", "PYTHONPATH")),
         ({"_target_": "specdec.verify.no_such_file.rule"}, ("specdec.verify.no_such_file",)),
         ({"_target_": "rule"}, ("rule", "dotted")),
@@ -86,21 +113,21 @@ def test_bind_gives_a_plain_partial():
 )
 def test_bind_names_what_is_wrong(config, parts):
     with pytest.raises(ConfigError) as caught:
-        build.bind(config, fn_args=("a", "b"), key="verify")
+        bind(config, fn_args=("a", "b"), key="verify")
     for part in ("verify", *parts):
         assert part in str(caught.value)
 
 
 def test_bind_wants_the_callers_arguments():
     with pytest.raises(ConfigError, match=r"\(dist, drafts, keys\)"):
-        build.bind(node("stage", threshold=1), fn_args=("dist", "drafts", "keys"))
+        bind(node("stage", threshold=1), fn_args=("dist", "drafts", "keys"))
 
 
 def test_bind_offers_only_what_is_taken():
     offered = {"scale": 3.0, "unknown": 1}
-    taken = build.bind(node("stage", threshold=1), fn_args=("a", "b"), offered=offered)
+    taken = bind(node("stage", threshold=1), fn_args=("a", "b"), offered=offered)
     assert taken.keywords == {"threshold": 1, "scale": 3.0}
-    given = build.bind(node("stage", threshold=1, scale=2.0), fn_args=("a", "b"), offered=offered)
+    given = bind(node("stage", threshold=1, scale=2.0), fn_args=("a", "b"), offered=offered)
     assert given.keywords["scale"] == 2.0
 
 
@@ -108,7 +135,7 @@ def test_an_import_that_fails_inside_a_users_module_says_why(tmp_path, monkeypat
     (tmp_path / "broken_rule_module.py").write_text("import numpyy\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="numpyy"):
-        build.bind({"_target_": "broken_rule_module.rule"}, key="verify")
+        bind({"_target_": "broken_rule_module.rule"}, key="verify")
 
 
 @pytest.mark.parametrize(

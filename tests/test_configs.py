@@ -9,7 +9,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import specdec.conf
-from specdec.build import bind, build_stages
+from specdec.bind import bind
+from specdec.build import build_stages
 from specdec.checks import check_keys, check_values, config_hash, normalise_, one_line, plain
 from specdec.config import register_schemas
 from specdec.errors import SpecdecError
