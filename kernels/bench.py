@@ -52,6 +52,13 @@ HEADER = (
 )
 
 
+def has_gpu(who: str) -> bool:
+    """Whether there is one; where not, says on stderr `who` times something that needs it."""
+    if not torch.cuda.is_available():
+        print(f"{who} on a GPU and torch sees none here", file=sys.stderr)
+    return torch.cuda.is_available()
+
+
 def ops() -> list[str]:
     """Names of the ops that have a bench."""
     return sorted(path.parent.name for path in ROOT.glob("*/bench.py"))
@@ -160,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"no bench for {unknown[0]!r}; there are: {', '.join(ops())}", file=sys.stderr)
         return 2
-    if not torch.cuda.is_available():
-        print("specdec.kernels.bench times ops on a GPU and torch sees none here", file=sys.stderr)
+    if not has_gpu("specdec.kernels.bench times ops"):
         return 1
     from specdec.kernels.bandwidth import read_bandwidth
 

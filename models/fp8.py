@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.kernels.few_rows.reference import dequantise
+from specdec.kernels.few_rows.reference import SCALED, dequantise
 
 SCALE = "_scale_inv"
-BLOCK = (128, 128)
+BLOCK = (SCALED, SCALED)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 Shape = tuple[int, ...]
 ReadScaled = Callable[[], tuple[Tensor, Tensor]]  # -> weights in fp8, scales
@@ -79,7 +79,7 @@ def _block_size(quantised: Mapping[str, Any], where: Path) -> tuple[int, int]:
 def block_scaled(tensors: Readers, settings: Mapping[str, Any]) -> dict[str, ReadScaled]:
     """The weights of a checkpoint that have a scale for each block of 128 x 128, as they lie."""
     quantised = settings.get("quantization_config") or {}
-    if tuple(quantised.get("weight_block_size") or BLOCK) != BLOCK:
+    if (quantised.get("weight_block_size") or BLOCK) not in (BLOCK, list(BLOCK)):
         return {}
 
     def reader(name: str) -> ReadScaled:

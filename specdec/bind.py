@@ -39,6 +39,7 @@ def bind(
     target = values.pop("_target_", None)
     keywords = {str(k): v for k, v in values.items() if k != "_partial_"}
     label = f"{key}._target_={target}" if key else str(target)
+    at = f"{key}." if key else ""
     function = _locate(target, label)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -57,9 +58,10 @@ def bind(
     for name in keywords:
         if name not in valid and not takes_any:
             takes = f"it takes: {', '.join(valid)}" if valid else "it takes no keywords"
-            where = f"{key}.{name}" if key else name
             hint = did_you_mean(name, valid)
-            raise ConfigError(f"unknown key {where}: {target} has no such keyword{hint} ({takes})")
+            raise ConfigError(
+                f"unknown key {at}{name}: {target} has no such keyword{hint} ({takes})"
+            )
     for name, value in (offered or {}).items():
         if name in valid or takes_any:
             keywords.setdefault(name, value)
@@ -69,16 +71,16 @@ def bind(
         if p.name in valid and p.default is p.empty and p.name not in keywords
     ]
     if missing:
-        where = f"{key}.{missing[0]}" if key else missing[0]
         raise ConfigError(
-            f"{label} needs the keyword {missing[0]!r}; set {where} (it takes: {', '.join(valid)})"
+            f"{label} needs the keyword {missing[0]!r}; set {at}{missing[0]} "
+            f"(it takes: {', '.join(valid)})"
         )
     hints = _type_hints(function)
     defaults = {p.name: p.default for p in parameters}
     for name, value in keywords.items():
         if name in hints and value != defaults.get(name) and not _fits(value, hints[name]):
-            where = f"{key}.{name}" if key else name
-            raise ConfigError(f"{where}={value!r} is not a {_shown(hints[name])}, as {label} takes")
+            kind = _shown(hints[name])
+            raise ConfigError(f"{at}{name}={value!r} is not a {kind}, as {label} takes")
     return partial(function, **keywords)
 
 
@@ -98,8 +100,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return True
     if isinstance(value, bool):
         return bool in kinds
-    numbers = (int, float) if float in kinds else ()
-    return isinstance(value, (*numbers, *(one for one in kinds if one is not bool)))
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
 def _shown(kind: Any) -> str:

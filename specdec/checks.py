@@ -108,7 +108,7 @@ def unknown_key(full_key: str, schema: Any) -> str:
 
 def _found_below(name: str, schema: Any) -> str:
     """As `did_you_mean`, for a key that a node of the schema has."""
-    for node, kind in get_type_hints(schema).items() if dataclasses.is_dataclass(schema) else ():
+    for node, kind in get_type_hints(schema).items():
         if name in _field_names(kind):
             return f"; did you mean {node}.{name}?"
     return ""

@@ -6,6 +6,7 @@ many rows there are: a row's result is the same whatever stands beside it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -102,9 +103,9 @@ GATED: dict[int, Table] = {
     ),
     128: ((1536, 1280, MORE), (ANY, ANY, None)),
 }
-FP8_ROWS = 64
+FP8_ROWS = 64  # most of a product with a matrix in fp8
 FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=4, late=True)
-FP8_EXACT = Plan(cols=32, step=32, split=4, warps=8, stages=3, late=True)  # rows in fp32
+FP8_EXACT = Plan(cols=32, step=32, split=4, warps=8, stages=3, late=True)
 FP8_SQUARE = Plan(cols=32, step=128, split=4, warps=4, stages=6, late=True)
 
 
@@ -124,10 +125,18 @@ def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = Fals
     return plan if plan is None or width % 128 == 0 else plan._replace(step=64)
 
 
-def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
-    """`product_plan` of a matrix in fp8, which no library takes: None for no rows or too many."""
+def fp8_plan(
+    num_rows: int, num_cols: int, width: int, *, gated: bool = False, exact: bool = False
+) -> Plan | None:
+    """`product_plan` of a matrix in fp8, which no library takes: None for no rows or too many.
+
+    Args:
+        exact: rows are in fp32.
+    """
     if not 0 < num_rows <= FP8_ROWS:
         return None
+    if exact:
+        return FP8_EXACT
     plan = FP8_SQUARE
     if gated or num_cols > 8192:
         plan = FP8_WIDE
@@ -144,9 +153,7 @@ def fp8_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -
 def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:
     """`product_plan` or `fp8_plan` of two tensors, where the kernel takes their types."""
     if isinstance(weight, Fp8Weight):
-        plan, matrix = fp8_plan, weight.data
-        if x.dtype == torch.float32 and 0 < x.numel() // matrix.shape[1] <= FP8_ROWS:
-            return FP8_EXACT
+        plan, matrix = partial(fp8_plan, exact=x.dtype == torch.float32), weight.data
     elif weight.dtype in (torch.bfloat16, torch.float16) and x.dtype == weight.dtype:
         plan, matrix = product_plan, weight
     else:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.bench import Case, seconds_of
+from specdec.kernels.bench import Case, has_gpu, seconds_of
 from specdec.kernels.few_rows import bench
 from specdec.kernels.few_rows.plan import Plan
 from specdec.kernels.few_rows.reference import Fp8Weight
@@ -147,7 +147,7 @@ class Times(NamedTuple):
 
 def first_try(product: Product, *, quick: bool) -> list[Plan]:
     """The plans to begin with: each cut with the first features, or with all."""
-    features = _features(product)[: QUICK if quick else len(FEATURES)]
+    features = _features(product)[: QUICK if quick else None]
     return [Plan(*cut)._replace(**more) for cut, more in pairs_of(product.cuts, features)]
 
 
@@ -177,7 +177,7 @@ def _rank(times: Times) -> tuple[float, float]:
 
 def layer_of(name: str) -> tuple[str, ...]:
     """The products of the layer that this one is part of; none where it is part of none."""
-    kind = "fp8 " if name.startswith("fp8 ") else ""
+    kind = "fp8 " if PRODUCTS[name].fp8 else ""
     names = tuple(kind + part for part in bench.LAYER)
     return names if name in names else ()
 
@@ -247,11 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 < rows <= MAX_ROWS:
         print(f"--rows {rows} is not between 1 and {MAX_ROWS}", file=sys.stderr)
         return 2
-    if not torch.cuda.is_available():
-        print(
-            "specdec.kernels.few_rows.tune times products on a GPU and torch sees none here",
-            file=sys.stderr,
-        )
+    if not has_gpu("specdec.kernels.few_rows.tune times products"):
         return 1
     plans: Plans = {name: Plan(*product.cuts[0]) for name, product in PRODUCTS.items()}
     finalists: dict[str, list[Plan | None]] = {}
@@ -271,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(plans: Plans, names: Sequence[str], rows_of_each: Sequence[int]) -> None:
     library: Plans = dict.fromkeys(PRODUCTS)
     for rows in rows_of_each:
-        for layer in dict.fromkeys(layer_of(name) for name in names if layer_of(name)):
+        for layer in dict.fromkeys(filter(None, map(layer_of, names))):
             both = [_layers(layer, side, rows) * 1e6 for side in (plans, library)]
             kind = "fp8 layers" if PRODUCTS[layer[0]].fp8 else "layers"
             print(f"{LAYERS} {kind}, {rows} rows: {both[0]:.2f} against {both[1]:.2f} of cuBLAS")

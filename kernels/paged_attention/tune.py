@@ -8,12 +8,11 @@ From the plan in use each figure is varied in turn and the best value kept. Prin
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
-from specdec.kernels.bench import seconds_of
+from specdec.kernels.bench import has_gpu, seconds_of
 from specdec.kernels.paged_attention.bench import LLAMA, TABLE_KEYS, case, decoding
 from specdec.kernels.paged_attention.plan import Plan, plan_for
 
@@ -48,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("paged_attention.tune times calls on a GPU and torch sees none here", file=sys.stderr)
+    if not has_gpu("specdec.kernels.paged_attention.tune times calls"):
         return 1
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count
