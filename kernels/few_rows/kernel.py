@@ -11,6 +11,11 @@ Where several programs share an output, each leaves its partial sums and the las
 them, always in the same order. Arrivals are counted in memory that every call finds at zero and
 leaves at zero; calls on the same device must follow each other, as on one stream.
 
+A plan may swap the operands of the tensor cores' products. They multiply 64 rows or more of a first
+operand by as few as 8 columns of a second, both from shared memory (`wgmma`): with a matrix's rows
+first and its few vectors second, no weight passes through registers. Smaller products (`mma`) share
+out the first operand's rows over warps, so that each takes weights of its own alone.
+
 Weights may be bytes: e4m3 values, exact in bf16, become so in registers, and what a block of them
 adds to a sum takes the block's scale in fp32.
 
@@ -145,6 +150,7 @@ def _launch(
         "HELD": plan.held if plan.held * plan.step * plan.split <= width else 0,
         "LATE": plan.late,
         "GATED": gated,
+        "SWAP_AB": plan.swap_ab,
         "SQUARES": num_squares,
         "SQUARES_FIRST": num_lines * num_squares <= SQUARES_HELD * 32 * plan.warps,
         "SCALED": SCALED,

@@ -75,19 +75,19 @@ def load_weights(
     INSIDE: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """[K part, outputs]: elements `at` of each row.
+    """[outputs, K part]: elements `at` of each row.
 
     Zeros where they may lie past K, and for the outputs where `is_own`, if there is one, is False.
     """
-    pointers = rows_ptr[None, :] + at[:, None]
+    pointers = rows_ptr[:, None] + at[None, :]
     if INSIDE and is_own is None:
         weights = tl.load(pointers)
     elif INSIDE:
-        weights = tl.load(pointers, mask=is_own[None, :], other=0)
+        weights = tl.load(pointers, mask=is_own[:, None], other=0)
     elif is_own is None:
-        weights = tl.load(pointers, mask=(at < K)[:, None], other=0)
+        weights = tl.load(pointers, mask=(at < K)[None, :], other=0)
     else:
-        weights = tl.load(pointers, mask=(at < K)[:, None] & is_own[None, :], other=0)
+        weights = tl.load(pointers, mask=(at < K)[None, :] & is_own[:, None], other=0)
     return _of_type(weights, dtype, COMPILED)
 
 
@@ -101,6 +101,16 @@ def load_rows(rows_ptr, at, is_row, dtype: tl.constexpr, K: tl.constexpr, INSIDE
 
 
 @triton.jit
+def product(x, weights, sums, SWAP_AB: tl.constexpr):
+    """sums + x @ weights.T: [rows, outputs]; with weights as the first operand [outputs, rows]."""
+    if SWAP_AB:
+        sums = tl.dot(weights, tl.trans(x), sums, input_precision="ieee")
+    else:
+        sums = tl.dot(x, tl.trans(weights), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
 def plus_product(
     sums,
     x,
@@ -110,13 +120,16 @@ def plus_product(
     at,  # the first of the part of K
     K: tl.constexpr,
     SCALED: tl.constexpr,  # weights under one scale in either direction
+    SWAP_AB: tl.constexpr,
 ):
-    """sums + x @ weights, these times their blocks' scales where they have any."""
+    """`product`, its part of K times the scales of the weights' blocks where they have any."""
     if scale_ptr is None:
-        sums = tl.dot(x, weights, sums, input_precision="ieee")
+        sums = product(x, weights, sums, SWAP_AB)
     else:
         columns: tl.constexpr = (K + SCALED - 1) // SCALED
         column = tl.minimum(at // SCALED, columns - 1)  # parts past K have weights of zero
         scale = tl.load(scale_ptr + weight_row // SCALED * columns + column)
-        sums += tl.dot(x, weights, input_precision="ieee") * scale
+        if SWAP_AB and scale.numel > 1:
+            scale = scale[:, None]
+        sums += product(x, weights, None, SWAP_AB) * scale
     return sums

@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     late: bool = False  # lets the next kernel start after its own weights, not at once
     ahead: int = 0  # iterations (2^n) whose weights are asked into the cache before that one ends
     held: int = 0  # iterations (2^n) whose weights come into registers meanwhile
+    swap_ab: bool = False  # the matrix is the first operand of the products, its vectors the second
 
 
 Table = tuple[tuple[float, float, Plan | None], ...]
@@ -37,7 +38,7 @@ ANY = float("inf")
 ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
 SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, late=True)
-DOWN = Plan(cols=64, step=128, split=4, warps=4, stages=4, late=True)
+SWAPPED = Plan(cols=64, step=128, split=4, warps=4, stages=3, late=True, swap_ab=True)
 # 14336 outputs in 256 programs, all at once
 GATE_UP = Plan(cols=56, step=128, split=1, warps=4, stages=3, late=True)
 # Small products take less time than launches do: most of the weights are held when the rows come.
@@ -45,6 +46,11 @@ SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
 # With more rows there is no room for that: weights come on their way instead.
 MORE = SMALL._replace(stages=6, held=0)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
+DRAFT_HEAD: Table = (
+    (16384, ANY, None),
+    (65536, 2048, None),
+    (65536, 4096, LM_HEAD._replace(swap_ab=True)),
+)
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
     16: (
@@ -52,9 +58,11 @@ PRODUCTS: dict[int, Table] = {
         (1024, 1280, SMALL),
         (1024, 2048, SMALL._replace(split=3)),
         (2048, ANY, None),
-        (4096, 4096, SQUARE._replace(ahead=4)),
-        (4096, 14336, DOWN),
-        (6144, 8192, SQUARE),
+        (3072, 4096, SQUARE._replace(ahead=4)),
+        (4096, 4096, SWAPPED._replace(split=2, stages=6, ahead=4)),
+        (4096, 14336, SWAPPED),
+        (6144, 8192, SWAPPED),
+        *DRAFT_HEAD,
         *OTHERS,
     ),
     32: (
@@ -62,8 +70,9 @@ PRODUCTS: dict[int, Table] = {
         (1024, 1280, SMALL),
         (1024, 2048, MORE._replace(split=3)),
         (2048, ANY, None),
-        (4096, 4096, SQUARE._replace(overlap=False, late=False)),
-        (4096, 14336, DOWN._replace(warps=8)),
+        (3072, 4096, SQUARE._replace(overlap=False, late=False)),
+        (4096, 4096, SWAPPED._replace(split=2, stages=4, overlap=False, late=False)),
+        (4096, 14336, SWAPPED),
         *OTHERS,
     ),
     64: (
@@ -72,7 +81,7 @@ PRODUCTS: dict[int, Table] = {
         (1024, 2048, MORE._replace(split=3)),
         (2048, ANY, None),
         (4096, 4096, None),
-        (4096, 14336, DOWN._replace(warps=8, stages=3)),
+        (4096, 14336, SWAPPED._replace(split=2, stages=4)),
         (ANY, ANY, None),
     ),
     128: (
@@ -86,7 +95,7 @@ GATED: dict[int, Table] = {
     16: (
         (1536, 1280, SMALL._replace(held=4)),
         (2048, ANY, None),
-        (14336, 4096, GATE_UP),
+        (14336, 4096, GATE_UP._replace(swap_ab=True)),
         (ANY, ANY, None),
     ),
     32: (
@@ -98,15 +107,37 @@ GATED: dict[int, Table] = {
     64: (
         (1536, 1280, MORE),
         (2048, ANY, None),
-        (14336, 4096, GATE_UP._replace(cols=112, step=64, warps=8, stages=4)),
+        (14336, 4096, GATE_UP._replace(step=64, stages=4, swap_ab=True)),
         (ANY, ANY, None),
     ),
     128: ((1536, 1280, MORE), (ANY, ANY, None)),
 }
-FP8_ROWS = 64  # most of a product with a matrix in fp8
+FP8_ROWS = 64  # most of a product with a matrix in fp8, which no library takes
+FP8_EXACT = Plan(cols=32, step=32, split=4, warps=8, stages=3, late=True)  # rows in fp32
 FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=4, late=True)
-FP8_EXACT = Plan(cols=32, step=32, split=4, warps=8, stages=3, late=True)
 FP8_SQUARE = Plan(cols=32, step=128, split=4, warps=4, stages=6, late=True)
+# Warps side by side: none turns bytes into numbers that another one turns as well.
+FP8_PAIR = Plan(cols=64, step=128, split=4, warps=2, stages=3, late=True)
+FP8_PRODUCTS: dict[int, Table] = {
+    16: (
+        (4096, 4096, FP8_SQUARE),
+        (4096, ANY, FP8_SQUARE._replace(cols=128, split=8, stages=5)),
+        (8192, ANY, FP8_SQUARE._replace(cols=64)),
+        (ANY, ANY, FP8_WIDE),
+    ),
+    32: (
+        (4096, 4096, FP8_SQUARE._replace(cols=64)),
+        (4096, ANY, FP8_SQUARE._replace(cols=64, stages=3)),
+        (8192, ANY, FP8_PAIR),
+        (ANY, ANY, FP8_PAIR._replace(split=1)),
+    ),
+    64: ((8192, ANY, SWAPPED), (ANY, ANY, FP8_WIDE._replace(stages=3))),
+}
+FP8_GATED: dict[int, Table] = {
+    16: ((ANY, ANY, FP8_WIDE),),
+    32: ((ANY, ANY, Plan(cols=32, step=128, split=1, warps=2, stages=3, late=True, swap_ab=True)),),
+    64: ((ANY, ANY, FP8_WIDE._replace(stages=3)),),
+}
 
 
 def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = False) -> Plan | None:
@@ -115,13 +146,9 @@ def product_plan(num_rows: int, num_cols: int, width: int, *, gated: bool = Fals
     Args:
         num_cols: outputs; gated, of each half.
     """
-    tables = GATED if gated else PRODUCTS
-    most_rows = min((most for most in tables if most >= num_rows), default=0)
-    if not 0 < num_rows <= most_rows:
-        return None
     if num_cols < MIN_COLS or width < MIN_WIDTH or width % 64:
         return None
-    plan = next(plan for cols, k, plan in tables[most_rows] if num_cols <= cols and width <= k)
+    plan = _first(GATED if gated else PRODUCTS, num_rows, num_cols, width)
     return plan if plan is None or width % 128 == 0 else plan._replace(step=64)
 
 
@@ -133,21 +160,20 @@ def fp8_plan(
     Args:
         exact: rows are in fp32.
     """
-    if not 0 < num_rows <= FP8_ROWS:
+    plan = _first(FP8_GATED if gated else FP8_PRODUCTS, num_rows, num_cols, width)
+    if plan is None or exact:
+        return plan and FP8_EXACT
+    if gated and num_rows > 16 and num_cols % SCALED:
+        return FP8_WIDE._replace(stages=3, warps=8)  # a tile of several scales takes registers
+    return plan
+
+
+def _first(tables: dict[int, Table], num_rows: int, num_cols: int, width: int) -> Plan | None:
+    """The plan of the first entry that fits, in the table of the fewest rows that do."""
+    most_rows = min((most for most in tables if most >= num_rows), default=0)
+    if not 0 < num_rows <= most_rows:
         return None
-    if exact:
-        return FP8_EXACT
-    plan = FP8_SQUARE
-    if gated or num_cols > 8192:
-        plan = FP8_WIDE
-    elif num_cols > 4096 or num_rows > 16:
-        plan = FP8_SQUARE._replace(cols=64)
-    elif width > 4096:
-        plan = FP8_SQUARE._replace(cols=128, split=8, stages=5)
-    if num_rows <= 32:
-        return plan
-    # scales that differ within a tile take registers
-    return plan._replace(stages=3, warps=8 if gated and num_cols % SCALED else plan.warps)
+    return next(plan for cols, k, plan in tables[most_rows] if num_cols <= cols and width <= k)
 
 
 def plan_for(x: Tensor, weight: Tensor | Fp8Weight, *, gated: bool = False) -> Plan | None:

@@ -10,14 +10,15 @@ from specdec.kernels.few_rows.operands import (
     load_rows,
     load_weights,
     plus_product,
+    product,
 )
 from specdec.kernels.gated_act.kernel import silu_times
 
 
 @triton.jit
 def _of_outputs(weights, col, N: tl.constexpr):
-    """[K part, outputs] with zeros for outputs past N."""
-    return tl.where((col < N)[None, :], weights, 0.0)
+    """[outputs, K part] with zeros for outputs past N."""
+    return tl.where((col < N)[:, None], weights, 0.0)
 
 
 @triton.jit
@@ -100,6 +101,7 @@ def few_rows_program(
     HELD: tl.constexpr,
     LATE: tl.constexpr,
     GATED: tl.constexpr,
+    SWAP_AB: tl.constexpr,  # weights first: sums are [outputs, rows] until all are in
     SQUARES: tl.constexpr,
     SQUARES_FIRST: tl.constexpr,  # read before the products, where they find registers
     SCALED: tl.constexpr,  # with scales a multiple of STEP
@@ -151,26 +153,28 @@ def few_rows_program(
         norm = tl.load(norm_ptr + col, mask=is_col, other=0.0)
     if HELD > 0:
         held_x = load_rows(x_rows, held_at, is_row, dtype, K, inside)
-    gate = tl.zeros((ROWS, BLOCK), tl.float32)
-    up = tl.zeros((ROWS, BLOCK), tl.float32)
+    gate = tl.zeros((BLOCK, ROWS) if SWAP_AB else (ROWS, BLOCK), tl.float32)
+    up = tl.zeros((BLOCK, ROWS) if SWAP_AB else (ROWS, BLOCK), tl.float32)
     for step in range(HELD, steps):
         start = first + step * STEP
         at = start + k
         x = load_rows(x_rows, at, is_row, dtype, K, inside)
         w = load_weights(weight_rows, at, is_own, dtype, K, inside, COMPILED)
-        gate = plus_product(gate, x, w, scale_ptr, weight_row, start, K, SCALED)
+        gate = plus_product(gate, x, w, scale_ptr, weight_row, start, K, SCALED, SWAP_AB)
         if GATED:
             w = load_weights(weight_rows + N * K, at, is_own, dtype, K, inside, COMPILED)
-            up = plus_product(up, x, w, scale_ptr, N + weight_row, start, K, SCALED)
+            up = plus_product(up, x, w, scale_ptr, N + weight_row, start, K, SCALED, SWAP_AB)
     if OVERLAP and LATE:
         gdc_launch_dependents()
     if HELD > 0:
         # Last, so that nothing waits for these loads before the loop's are on their way; what is
         # selected here comes from registers, where a dot alone would go through memory at once.
         held_x = tl.where(is_row[:, None], held_x, 0.0)
-        gate = tl.dot(held_x, _of_outputs(held_gate, col, N), gate, input_precision="ieee")
+        gate = product(held_x, _of_outputs(held_gate, col, N), gate, SWAP_AB)
         if GATED:
-            up = tl.dot(held_x, _of_outputs(held_up, col, N), up, input_precision="ieee")
+            up = product(held_x, _of_outputs(held_up, col, N), up, SWAP_AB)
+    if SWAP_AB:
+        gate, up = tl.trans(gate), tl.trans(up)
     last = True
     if SPLIT > 1:
         place = partial_ptr + out_at

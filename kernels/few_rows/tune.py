@@ -28,17 +28,22 @@ from specdec.kernels.few_rows.plan import Plan
 from specdec.kernels.few_rows.reference import Fp8Weight
 
 FEATURES: tuple[dict[str, Any], ...] = (
+    {"late": True},
+    {"late": True, "swap_ab": True},
     {"overlap": False},
+    {"overlap": False, "swap_ab": True},
     {"held": 2},
     {},
     {"held": 1},
     {"held": 4},
-    {"late": True},
     {"late": True, "held": 2},
     {"ahead": 2},
     {"late": True, "ahead": 4},
+    {"ahead": 2, "swap_ab": True},
+    {"late": True, "ahead": 4, "swap_ab": True},
 )
-FP8_FEATURES: tuple[dict[str, Any], ...] = ({"late": True}, {})  # bytes are not held
+# bytes are not held
+FP8_FEATURES: tuple[dict[str, Any], ...] = ({"late": True}, {"late": True, "swap_ab": True}, {})
 QUICK = 2  # features that every cut is tried with
 FINALISTS = 4  # plans of a product that are compared again when the others have theirs
 ROWS = (1, 4, 8, 16)
@@ -66,8 +71,9 @@ PRODUCTS = {
             (32, 128, 2, 4, 4),
             (32, 128, 2, 4, 7),
             (32, 128, 4, 4, 4),
-            (16, 128, 1, 2, 8),
-            (16, 256, 1, 4, 4),
+            (64, 128, 2, 4, 6),
+            (64, 128, 2, 4, 4),
+            (64, 128, 4, 4, 3),
         ),
     ),
     "qkv": Product(
@@ -77,8 +83,8 @@ PRODUCTS = {
             (32, 128, 2, 4, 4),
             (32, 128, 2, 4, 6),
             (64, 128, 4, 4, 4),
-            (16, 128, 1, 2, 6),
-            (16, 256, 1, 4, 4),
+            (64, 128, 4, 4, 3),
+            (64, 128, 2, 4, 4),
         ),
     ),
     "gate_up": Product(
@@ -86,9 +92,9 @@ PRODUCTS = {
         SIZE,
         (
             (56, 128, 1, 4, 3),
+            (56, 64, 1, 4, 4),
             (32, 64, 1, 4, 6),
             (16, 128, 1, 4, 4),
-            (16, 128, 2, 4, 4),
             (32, 128, 1, 4, 4),
             (32, 128, 2, 4, 3),
             (64, 64, 1, 4, 5),
@@ -101,12 +107,12 @@ PRODUCTS = {
         INNER,
         (
             (32, 128, 2, 4, 4),
-            (32, 128, 2, 4, 6),
             (32, 128, 4, 4, 4),
+            (64, 128, 2, 4, 4),
             (64, 128, 4, 4, 4),
+            (64, 128, 4, 4, 3),
             (64, 128, 4, 8, 4),
             (64, 128, 4, 8, 3),
-            (16, 256, 1, 4, 4),
         ),
     ),
     "fc": Product(
@@ -115,7 +121,9 @@ PRODUCTS = {
         (
             (32, 128, 2, 4, 5),
             (32, 128, 4, 4, 4),
+            (64, 128, 2, 4, 4),
             (64, 128, 4, 4, 4),
+            (64, 128, 4, 4, 3),
             (64, 128, 4, 8, 4),
             (64, 128, 4, 8, 3),
         ),
@@ -127,10 +135,10 @@ PRODUCTS = {
     ),
 }
 FP8_CUTS = {
-    "o": ((32, 128, 4, 4, 6), (32, 128, 2, 4, 6), (64, 128, 4, 4, 6), (64, 128, 4, 4, 3)),
-    "qkv": ((64, 128, 4, 4, 6), (32, 128, 2, 4, 6), (32, 128, 2, 4, 8), (64, 128, 4, 4, 3)),
-    "gate_up": ((64, 128, 1, 4, 4), (64, 128, 1, 4, 5), (32, 128, 1, 4, 6), (64, 128, 1, 4, 3)),
-    "down": ((128, 128, 8, 4, 5), (64, 128, 4, 4, 6), (32, 128, 4, 4, 6), (64, 128, 4, 4, 3)),
+    "o": ((32, 128, 4, 4, 6), (64, 128, 4, 4, 6), (64, 128, 4, 4, 3), (64, 128, 8, 2, 4)),
+    "qkv": ((64, 128, 4, 4, 6), (32, 128, 2, 4, 6), (64, 128, 4, 2, 3), (64, 128, 4, 4, 3)),
+    "gate_up": ((64, 128, 1, 4, 4), (64, 128, 1, 4, 3), (32, 128, 1, 2, 3), (32, 128, 1, 2, 4)),
+    "down": ((128, 128, 8, 4, 5), (64, 128, 4, 4, 6), (64, 128, 8, 2, 3), (64, 128, 4, 4, 3)),
 }
 PRODUCTS |= {
     f"fp8 {name}": PRODUCTS[name]._replace(cuts=cuts, fp8=True) for name, cuts in FP8_CUTS.items()

@@ -51,7 +51,7 @@ def test_every_value_is_exact(dtype):
     [(1, 16, 128), (3, 37, 130), (4, 257, 256), (17, 130, 100), (64, 40, 384), (0, 16, 128)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plan", [None, SMALL, SMALL._replace(split=3)])
+@pytest.mark.parametrize("plan", [None, SMALL, SMALL._replace(split=3, swap_ab=True)])
 def test_product(num_rows, num_cols, width, dtype, plan):
     x, weight, bias = case(num_rows, num_cols, width, dtype)
     for own in (bias, None):
@@ -68,7 +68,9 @@ def test_product(num_rows, num_cols, width, dtype, plan):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [24, 128, 200])
-@pytest.mark.parametrize("plan", [None, SMALL._replace(split=2), SMALL._replace(cols=24)])
+@pytest.mark.parametrize(
+    "plan", [None, SMALL._replace(split=2), SMALL._replace(cols=24, swap_ab=True)]
+)
 def test_gated_product_of_a_norm(inner, dtype, plan):
     """Halves may begin within a block."""
     x = normed(5, 160, dtype)[2]
@@ -105,6 +107,7 @@ def test_compiles_for_sm90():
     shapes = [
         (6144, 4096, False, "8n"),
         (4096, 14336, False, "8s"),
+        (4096, 4096, False, "8s"),
         (14336, 4096, True, "8n"),
         (576, 200, False, "8"),
         (10944, 2048, True, "8n"),  # the upper half begins within a block

@@ -63,7 +63,7 @@ def test_search_finds_the_best_cut_and_features():
     times = search(TUNED["o"], time, quick=True)
     best = next(iter(times))
     assert (best.cols, best.split, best.held, times[best].layers) == (32, 4, 4, 5)
-    assert len(tried) == len(set(tried)) == 1 + 2 * 5 + 7
+    assert len(tried) == len(set(tried)) == 1 + 2 * 6 + 11
     assert set(search(TUNED["o"], time, quick=False)) >= set(times)
     alone = search(TUNED["fc"], lambda plan: Times(time(plan).alone, 0.0), quick=True)
     assert next(iter(alone)).late
@@ -185,8 +185,8 @@ def compiled(num_cols, width, gated, plan, num_rows=16, ending=""):
         "ROWS": lines, "SQUARES_FIRST": lines * 128 <= kernel.SQUARES_HELD * 32 * plan.warps,
         "COLS": plan.cols, "BLOCK": 1 << (plan.cols - 1).bit_length(), "STEP": plan.step,
         "SPLIT": plan.split, "AHEAD": plan.ahead, "HELD": plan.held, "LATE": plan.late,
-        "GATED": gated, "SQUARES": 128, "SCALED": 128, "UPCAST": False, "COMPILED": True,
-        "EXACT": False, "OVERLAP": plan.overlap,
+        "GATED": gated, "SWAP_AB": plan.swap_ab, "SQUARES": 128, "SCALED": 128, "UPCAST": False,
+        "COMPILED": True, "EXACT": False, "OVERLAP": plan.overlap,
     }  # fmt: skip
     signature = kinds | {name: kind for name, kind in optional.items() if kind} | {"eps": "fp32"}
     if num_rows == 1:
@@ -201,12 +201,16 @@ def compiled(num_cols, width, gated, plan, num_rows=16, ending=""):
 
 @pytest.mark.slow
 def test_tuned_cuts_fit_the_chip():
-    plans = {
-        (product.num_cols, product.width, product.gated, Plan(*cut)._replace(held=2))
-        for product in TUNED.values()
-        for cut in product.cuts
-    }
-    assert all(result.spilled == 0 for result in compile_sm90([compiled(*plan) for plan in plans]))
+    kinds = [(False, "", {"held": 2}), (False, "", {"swap_ab": True})]
+    kinds += [(True, "8", {}), (True, "8", {"swap_ab": True})]
+    cuts = [
+        compiled(tuned.num_cols, tuned.width, tuned.gated, Plan(*cut)._replace(**more), 16, ending)
+        for tuned in TUNED.values()
+        for cut in tuned.cuts
+        for fp8, ending, more in kinds
+        if fp8 == tuned.fp8
+    ]
+    assert all(result.spilled == 0 for result in compile_sm90(cuts))
 
 
 def test_compiles_for_sm90():
@@ -227,11 +231,13 @@ def test_compiles_for_sm90():
         for num_cols, width, plan in table
         if plan is not None
     }
-    results = compile_sm90([compiled(*cut) for cut in (*cuts, *planned)])
-    for result in results:
+    everything = (*cuts, *planned)
+    results = compile_sm90([compiled(*cut) for cut in everything])
+    for cut, result in zip(everything, results, strict=True):
         assert result.spilled == 0
         assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
-        assert "mma" in result.ptx
+        # with the matrix first, no weight passes through registers
+        assert ("wgmma" if cut[3].swap_ab else "mma") in result.ptx
     for cut, result in zip(cuts, results[: len(cuts)], strict=True):
         wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async.cg"))
         assert wait < copies
