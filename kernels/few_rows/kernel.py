@@ -11,10 +11,11 @@ Where several programs share an output, each leaves its partial sums and the las
 them, always in the same order. Arrivals are counted in memory that every call finds at zero and
 leaves at zero; calls on the same device must follow each other, as on one stream.
 
-A plan may swap the operands of the tensor cores' products. They multiply 64 rows or more of a first
-operand by as few as 8 columns of a second, both from shared memory (`wgmma`): with a matrix's rows
-first and its few vectors second, no weight passes through registers. Smaller products (`mma`) share
-out the first operand's rows over warps, so that each takes weights of its own alone.
+A plan may swap the operands of the tensor cores' products. From 64 outputs and four warps on these
+are `wgmma`, which reads both operands from shared memory and whose second may be as narrow as 8:
+with the matrix first and the few rows second, no weight of 16 bits passes through registers. Smaller
+ones (`mma`) divide the first operand among warps, so that no two take the same weight where each
+has 16 outputs or more.
 
 Weights may be bytes: e4m3 values, exact in bf16, become so in registers, and what a block of them
 adds to a sum takes the block's scale in fp32.

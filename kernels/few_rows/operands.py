@@ -102,7 +102,7 @@ def load_rows(rows_ptr, at, is_row, dtype: tl.constexpr, K: tl.constexpr, INSIDE
 
 @triton.jit
 def product(x, weights, sums, SWAP_AB: tl.constexpr):
-    """sums + x @ weights.T: [rows, outputs]; with weights as the first operand [outputs, rows]."""
+    """sums (None: zeros) + x @ weights.T [rows, outputs]; SWAP_AB: the transpose, weights first."""
     if SWAP_AB:
         sums = tl.dot(weights, tl.trans(x), sums, input_precision="ieee")
     else:
@@ -122,7 +122,7 @@ def plus_product(
     SCALED: tl.constexpr,  # weights under one scale in either direction
     SWAP_AB: tl.constexpr,
 ):
-    """`product`, its part of K times the scales of the weights' blocks where they have any."""
+    """sums + `product` of a part of K, times the scales of its weights' blocks if there are any."""
     if scale_ptr is None:
         sums = product(x, weights, sums, SWAP_AB)
     else:
@@ -130,6 +130,6 @@ def plus_product(
         column = tl.minimum(at // SCALED, columns - 1)  # parts past K have weights of zero
         scale = tl.load(scale_ptr + weight_row // SCALED * columns + column)
         if SWAP_AB and scale.numel > 1:
-            scale = scale[:, None]
+            scale = scale[:, None]  # outputs come first
         sums += product(x, weights, None, SWAP_AB) * scale
     return sums

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.few_rows.reference import SCALED, Fp8Weight
+from specdec.kernels.few_rows.reference import Fp8Weight
 
 MIN_COLS, MIN_WIDTH = 64, 512  # of the matrix, below which there is nothing to stream
 
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     late: bool = False  # lets the next kernel start after its own weights, not at once
     ahead: int = 0  # iterations (2^n) whose weights are asked into the cache before that one ends
     held: int = 0  # iterations (2^n) whose weights come into registers meanwhile
-    swap_ab: bool = False  # the matrix is the first operand of the products, its vectors the second
+    swap_ab: bool = False  # the matrix first: `wgmma` from 64 outputs (cols) and 4 warps on
 
 
 Table = tuple[tuple[float, float, Plan | None], ...]
@@ -38,6 +38,7 @@ ANY = float("inf")
 ROUTER = Plan(cols=16, step=128, split=8, warps=2, stages=3, ahead=2)
 LM_HEAD = Plan(cols=64, step=128, split=1, warps=4, stages=4, ahead=2)
 SQUARE = Plan(cols=32, step=128, split=2, warps=4, stages=4, late=True)
+# Programs of one `wgmma` wide, which share outputs.
 SWAPPED = Plan(cols=64, step=128, split=4, warps=4, stages=3, late=True, swap_ab=True)
 # 14336 outputs in 256 programs, all at once
 GATE_UP = Plan(cols=56, step=128, split=1, warps=4, stages=3, late=True)
@@ -46,11 +47,6 @@ SMALL = Plan(cols=16, step=64, split=1, warps=4, stages=4, late=True, held=8)
 # With more rows there is no room for that: weights come on their way instead.
 MORE = SMALL._replace(stages=6, held=0)
 OTHERS: Table = ((65536, ANY, None), (ANY, ANY, LM_HEAD))
-DRAFT_HEAD: Table = (
-    (16384, ANY, None),
-    (65536, 2048, None),
-    (65536, 4096, LM_HEAD._replace(swap_ab=True)),
-)
 # most rows -> table; more rows than any entry has go to the library. `tune.py` searches plans.
 PRODUCTS: dict[int, Table] = {
     16: (
@@ -58,11 +54,14 @@ PRODUCTS: dict[int, Table] = {
         (1024, 1280, SMALL),
         (1024, 2048, SMALL._replace(split=3)),
         (2048, ANY, None),
-        (3072, 4096, SQUARE._replace(ahead=4)),
-        (4096, 4096, SWAPPED._replace(split=2, stages=6, ahead=4)),
+        (6144, 1024, SQUARE),
+        (3584, 4096, SQUARE._replace(ahead=4)),
+        (4096, 4096, SWAPPED._replace(split=2, stages=5, ahead=4)),
         (4096, 14336, SWAPPED),
         (6144, 8192, SWAPPED),
-        *DRAFT_HEAD,
+        (16384, ANY, None),
+        (32768, 2048, None),
+        (32768, 4096, LM_HEAD._replace(swap_ab=True)),  # of a draft's own vocabulary
         *OTHERS,
     ),
     32: (
@@ -70,7 +69,7 @@ PRODUCTS: dict[int, Table] = {
         (1024, 1280, SMALL),
         (1024, 2048, MORE._replace(split=3)),
         (2048, ANY, None),
-        (3072, 4096, SQUARE._replace(overlap=False, late=False)),
+        (3584, 4096, SQUARE._replace(overlap=False, late=False)),
         (4096, 4096, SWAPPED._replace(split=2, stages=4, overlap=False, late=False)),
         (4096, 14336, SWAPPED),
         *OTHERS,
@@ -81,6 +80,7 @@ PRODUCTS: dict[int, Table] = {
         (1024, 2048, MORE._replace(split=3)),
         (2048, ANY, None),
         (4096, 4096, None),
+        (3584, 14336, SWAPPED),
         (4096, 14336, SWAPPED._replace(split=2, stages=4)),
         (ANY, ANY, None),
     ),
@@ -112,7 +112,6 @@ GATED: dict[int, Table] = {
     ),
     128: ((1536, 1280, MORE), (ANY, ANY, None)),
 }
-FP8_ROWS = 64  # most of a product with a matrix in fp8, which no library takes
 FP8_EXACT = Plan(cols=32, step=32, split=4, warps=8, stages=3, late=True)  # rows in fp32
 FP8_WIDE = Plan(cols=64, step=128, split=1, warps=4, stages=4, late=True)
 FP8_SQUARE = Plan(cols=32, step=128, split=4, warps=4, stages=6, late=True)
@@ -131,8 +130,10 @@ FP8_PRODUCTS: dict[int, Table] = {
         (8192, ANY, FP8_PAIR),
         (ANY, ANY, FP8_PAIR._replace(split=1)),
     ),
+    # bytes become bf16 in registers, and `wgmma` takes its first operand from there
     64: ((8192, ANY, SWAPPED), (ANY, ANY, FP8_WIDE._replace(stages=3))),
 }
+FP8_ROWS = max(FP8_PRODUCTS)  # most of a product with a matrix in fp8
 FP8_GATED: dict[int, Table] = {
     16: ((ANY, ANY, FP8_WIDE),),
     32: ((ANY, ANY, Plan(cols=32, step=128, split=1, warps=2, stages=3, late=True, swap_ab=True)),),
@@ -161,10 +162,12 @@ def fp8_plan(
         exact: rows are in fp32.
     """
     plan = _first(FP8_GATED if gated else FP8_PRODUCTS, num_rows, num_cols, width)
-    if plan is None or exact:
-        return plan and FP8_EXACT
-    if gated and num_rows > 16 and num_cols % SCALED:
-        return FP8_WIDE._replace(stages=3, warps=8)  # a tile of several scales takes registers
+    if plan is None:
+        return None
+    if exact:
+        return FP8_EXACT
+    if gated and num_rows > 32 and num_cols % plan.cols:
+        return plan._replace(warps=8)  # scales that differ within a tile take registers
     return plan
 
 

@@ -129,7 +129,7 @@ def few_rows_program(
     first = part * (steps * STEP)
     weight_row = tl.minimum(col, N - 1)  # outputs past the last repeat its row, and are not stored
     weight_rows = weight_ptr + weight_row.to(tl.int64) * K
-    if SCALED % COLS == 0 and (N % SCALED == 0 or not GATED):
+    if SCALED % COLS == 0 and (N % COLS == 0 or not GATED):
         weight_row = tile * COLS  # all in one block
     x_rows = x_ptr + row.to(tl.int64) * X_STRIDE
     if OVERLAP:
@@ -168,7 +168,8 @@ def few_rows_program(
         gdc_launch_dependents()
     if HELD > 0:
         # Last, so that nothing waits for these loads before the loop's are on their way; what is
-        # selected here comes from registers, where a dot alone would go through memory at once.
+        # selected here comes from registers, where a dot alone would go through memory at once
+        # (with the matrix first only the weights do).
         held_x = tl.where(is_row[:, None], held_x, 0.0)
         gate = product(held_x, _of_outputs(held_gate, col, N), gate, SWAP_AB)
         if GATED:

@@ -71,7 +71,7 @@ PRODUCTS = {
             (32, 128, 2, 4, 4),
             (32, 128, 2, 4, 7),
             (32, 128, 4, 4, 4),
-            (64, 128, 2, 4, 6),
+            (64, 128, 2, 4, 5),
             (64, 128, 2, 4, 4),
             (64, 128, 4, 4, 3),
         ),
@@ -230,7 +230,7 @@ def _time(name: str, plans: Plans, rows: int, plan: Plan | None) -> Times:
         print(f"{name:<14} {_shown(plan)}: {' '.join(str(error).split())[:80]}", flush=True)
         return Times(float("inf"), float("inf"))
     beside = f"   layers {layers * 1e6:8.2f}" if layers else ""
-    print(f"{name:<14} {_shown(plan):<64} alone {alone * 1e6:7.2f}{beside}", flush=True)
+    print(f"{name:<14} {_shown(plan):<88} alone {alone * 1e6:7.2f}{beside}", flush=True)
     return Times(alone, layers)
 
 
@@ -244,7 +244,7 @@ def _shown(plan: Plan | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("products", nargs="*", help="all by default")
-    parser.add_argument("--quick", action="store_true", help="about a minute for all")
+    parser.add_argument("--quick", action="store_true", help="a few minutes for all")
     parser.add_argument("--rows", type=int, default=4, help="that plans are compared at")
     args = parser.parse_args(argv)
     names, rows = args.products or list(PRODUCTS), args.rows
@@ -284,7 +284,7 @@ def _report(plans: Plans, names: Sequence[str], rows_of_each: Sequence[int]) -> 
             print(f"  {name}: {both[0]:.2f} against {both[1]:.2f}", flush=True)
     for name in names:
         product = PRODUCTS[name]
-        table = "fp8_plan" if product.fp8 else "GATED" if product.gated else "PRODUCTS"
+        table = ("FP8_" if product.fp8 else "") + ("GATED" if product.gated else "PRODUCTS")
         shape = f"{product.num_cols}, {product.width}"
         print(f"{table}: ({shape}, {_shown(plans[name])}),  # {name}", flush=True)
 

@@ -51,7 +51,9 @@ def test_every_value_is_exact(dtype):
     [(1, 16, 128), (3, 37, 130), (4, 257, 256), (17, 130, 100), (64, 40, 384), (0, 16, 128)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plan", [None, SMALL, SMALL._replace(split=3, swap_ab=True)])
+@pytest.mark.parametrize(
+    "plan", [None, SMALL, SMALL._replace(split=3, swap_ab=True), SMALL._replace(cols=24)]
+)
 def test_product(num_rows, num_cols, width, dtype, plan):
     x, weight, bias = case(num_rows, num_cols, width, dtype)
     for own in (bias, None):
@@ -110,15 +112,21 @@ def test_compiles_for_sm90():
         (4096, 4096, False, "8s"),
         (14336, 4096, True, "8n"),
         (576, 200, False, "8"),
+        (18432, 4096, False, "8n"),
         (10944, 2048, True, "8n"),  # the upper half begins within a block
+        (10952, 2048, True, "8n"),  # and within a tile
     ]
     cases = [
-        compiled(*shape, gated, fp8_plan(rows, *shape, gated=gated), rows, ending)
+        (*shape, gated, fp8_plan(rows, *shape, gated=gated), rows, ending)
         for *shape, gated, ending in shapes
         for rows in (4, 32, 64)
     ]
-    for built in compile_sm90(cases):
+    for case, built in zip(cases, compile_sm90([compiled(*case) for case in cases]), strict=True):
         assert built.spilled == 0
         assert "fma.rn.bf16x2" in built.ptx
         assert "e4m3x2" not in built.ptx
         assert "mma" in built.ptx
+        _, _, gated, plan, rows, _ = case
+        if rows == 32 and plan.warps == 2:  # two warps never convert the same weight
+            weights = plan.cols * plan.step * (2 if gated else 1)
+            assert built.ptx.count("fma.rn.bf16x2") == weights // (2 * 32 * plan.warps)

@@ -1,6 +1,8 @@
 """How products of few rows are cut: the plans, the search for them, and what they compile to."""
 
 import itertools
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from specdec.kernels.few_rows import bench, kernel, tune
 from specdec.kernels.few_rows.kernel import FALLBACK
 from specdec.kernels.few_rows.plan import (
     ANY,
+    FP8_GATED,
+    FP8_PRODUCTS,
     GATED,
     PRODUCTS,
     Plan,
@@ -29,16 +33,23 @@ def test_plans():
     assert product_plan(0, 128, 2048) is None
     assert product_plan(4, 8, 2048) is None
     assert product_plan(4, 128, 2050) is None
-    for gated in (False, True):
-        edges = sorted(GATED if gated else PRODUCTS)
+    for gated, fp8 in itertools.product((False, True), repeat=2):
+        plan_of = partial(fp8_plan if fp8 else product_plan, gated=gated)
+        bf16, eight = (GATED, FP8_GATED) if gated else (PRODUCTS, FP8_PRODUCTS)
         for num_cols, width, (below, most) in itertools.product(
             (128, 576, 4096, 6144, 14336, 128256),
             (576, 2048, 4096, 14336),
-            itertools.pairwise([0, *edges]),
+            itertools.pairwise([0, *sorted(eight if fp8 else bf16)]),
         ):
-            plan, same = (product_plan(m, num_cols, width, gated=gated) for m in (below + 1, most))
-            assert plan == same
-            assert plan is None or width % plan.step == 0
+            plan = plan_of(below + 1, num_cols, width)
+            assert plan == plan_of(most, num_cols, width)
+            assert plan is not None if fp8 else plan is None or width % plan.step == 0
+    for num_rows, width in itertools.product((1, 16, 17, 32), (4096, 14336)):
+        assert product_plan(num_rows, 4096, width) is not None
+    draft_head = product_plan(16, 32000, 4096)
+    assert draft_head is not None
+    assert draft_head.swap_ab
+    assert product_plan(4, 16384, 4096) is None
     assert product_plan(4, 128256, 4096) is not None
     x, weight = torch.zeros(4, 576), torch.zeros(128, 576)
     assert plan_for(x, weight) is None  # fp32
@@ -104,7 +115,7 @@ def test_search_names_lines_for_the_plan(monkeypatch, capsys):
     assert sum(line.startswith("gate_up") for line in lines) == 2 * 3  # each plan again at the end
     assert tune.main(["--quick", "--rows", "2", "fp8 o", "o"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "fp8_plan: (64, 64, cuBLAS),  # fp8 o"
+    assert lines[-2] == "FP8_PRODUCTS: (64, 64, cuBLAS),  # fp8 o"
     assert [line.partition(",")[0] for line in lines if "against" in line and "layers" in line] == [
         "1 fp8 layers",
         "1 layers",
@@ -223,6 +234,7 @@ def test_compiles_for_sm90():
         (4096, 4096, False, some._replace(late=True), 16, "s"),
         (6144, 4096, False, some._replace(late=True), 16, "n"),
         (1000, 576, False, FALLBACK),
+        (4096, 4096, False, some._replace(cols=64, late=True, held=0, swap_ab=True), 16, "s"),
     ]
     planned = {
         (min(num_cols, 128256), 4096 if width == ANY else width, gated, plan, rows, ending)
@@ -236,8 +248,11 @@ def test_compiles_for_sm90():
     for cut, result in zip(everything, results, strict=True):
         assert result.spilled == 0
         assert "cp.async.cg.shared.global" in result.ptx  # 16 bytes a thread, pipelined
-        # with the matrix first, no weight passes through registers
-        assert ("wgmma" if cut[3].swap_ab else "mma") in result.ptx
+        assert "mma" in result.ptx
+        if cut[3].swap_ab:  # weights come from shared memory, not from registers, a list in braces
+            first = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\},\s*(\S)", result.ptx)
+            assert first
+            assert "{" not in first
     for cut, result in zip(cuts, results[: len(cuts)], strict=True):
         wait, copies = (result.ptx.index(op) for op in ("griddepcontrol.wait", "cp.async.cg"))
         assert wait < copies
