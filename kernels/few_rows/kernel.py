@@ -13,9 +13,9 @@ leaves at zero; calls on the same device must follow each other, as on one strea
 
 A plan may swap the operands of the tensor cores' products. From 64 outputs and four warps on these
 are `wgmma`, which reads both operands from shared memory and whose second may be as narrow as 8:
-with the matrix first and the few rows second, no weight of 16 bits passes through registers. Smaller
-ones (`mma`) divide the first operand among warps, so that no two take the same weight where each
-has 16 outputs or more.
+with the matrix first and the few rows second, no weight of 16 bits passes through registers.
+Smaller ones (`mma`) divide the first operand among warps, so that no two take the same weight where
+each has 16 outputs or more.
 
 Weights may be bytes: e4m3 values, exact in bf16, become so in registers, and what a block of them
 adds to a sum takes the block's scale in fp32.
