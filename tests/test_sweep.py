@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from hydra.errors import MissingConfigException
 from scripts import call, jobs_of, rows_of, status_of, summary_of, tiny_job
 
 import specdec.experiments
 from specdec import build
 from specdec.checks import one_line
+from specdec.config import register_schemas
 from specdec.experiments import acceptance, sweep, tables
 from specdec.experiments.launching import job_folder
 
@@ -52,6 +54,15 @@ def guessing(state, batch, committed, out, draft, *, num_draft_tokens):
     ids = torch.randint(3, 60, (rows, num_draft_tokens))
     return Drafts(ids, torch.ones_like(ids, dtype=torch.bool), torch.full((rows,), ids.shape[1]))
 """
+
+
+@pytest.mark.parametrize("key", ["run", "sweep"])
+@pytest.mark.parametrize("script", ["config", "speed"])
+def test_commands_of_one_second_have_folders_of_their_own(script, key):
+    register_schemas()
+    with initialize_config_module("specdec.conf", version_base="1.3"):
+        configs = [compose(script, return_hydra_config=True) for _ in range(3)]
+    assert len({config.hydra[key].dir for config in configs}) == 3
 
 
 @pytest.fixture(scope="module")
