@@ -62,7 +62,10 @@ class Budget(NamedTuple):
 
 
 class Every(NamedTuple):
-    """Steps between two reports, evaluations and saved states; None or 0: none inside the loop."""
+    """Steps between two reports, evaluations and saved states; None or 0: none inside the loop.
+
+    The first step of a session is reported too.
+    """
 
     report: int
     evaluate: int | None
@@ -100,6 +103,7 @@ def train_(
     """
     trained = {name: p for name, p in weights.params.items() if p.requires_grad}
     began, earlier = time.perf_counter(), done.seconds
+    first = done.step + 1  # reported, so that a loss and a rate are seen early
     reported, shown = done.step, 0
     while (share := budget.share(done)) < 1 and not budget.leaves(done.step):
         cursor, rows = next(windows)
@@ -117,7 +121,7 @@ def train_(
         )
         update_average_(weights.average, weights.params, done.step, average_decay)
         phases.mark_("optimizer")
-        if done.step % every.report == 0:
+        if done.step == first or done.step % every.report == 0:
             report(done, norm)
             reported = done.step
         if every.evaluate and done.step % every.evaluate == 0:
