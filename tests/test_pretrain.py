@@ -168,7 +168,9 @@ def test_a_pair_from_pretraining_to_its_card(train_mtp, data, tmp_path):
     train_mtp.train(cfg, own / "head_run")
     with (own / "head_run" / "train.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert float(rows[-1]["agrees_1"]) > float(rows[0]["agrees_1"])
+    assert float(rows[-1]["loss"]) < 0.5 * float(rows[0]["loss"])
+    # the row of the first step alone has too few labels for a share
+    assert float(rows[-1]["agrees_1"]) > float(rows[1]["agrees_1"])
     draft = load_draft(own / "head_run" / "head", load_target(target))
     assert draft.vocab_size == 200
     assert draft.aux_layers == (0, 1, 3)
