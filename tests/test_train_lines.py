@@ -55,9 +55,7 @@ def test_the_first_step_is_told(train_mtp, base, tmp_path, monkeypatch, capfd):
     assert all(float(row["tokens_per_second"]) > 0 < float(row["loss"]) for row in rows)
 
 
-def test_a_killed_run_leaves_the_rows_that_it_logged(
-    train_mtp, base, tmp_path, monkeypatch, capfd
-):
+def test_a_killed_run_leaves_the_rows_that_it_logged(train_mtp, base, tmp_path, monkeypatch, capfd):
     """Eight steps at log_every=10, killed as soon as the state of step 4 is written."""
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -77,3 +75,22 @@ def test_a_killed_run_leaves_the_rows_that_it_logged(
     assert steps_told(capfd.readouterr().out) == [1]
     assert call(train_mtp.main, [f"resume={run}", f"hydra.run.dir={run}"], monkeypatch) == 0
     assert [row["step"] for row in rows_of(run / "train.csv")] == ["1", "5", "8"]
+
+
+def test_a_finished_run_that_is_resumed_says_what_becomes_of_it(
+    train_mtp, base, tmp_path, monkeypatch, capfd
+):
+    """Its folder is whole, as after any session; no step is taken, and a line says where it is."""
+    run, second = tmp_path / "run", tmp_path / "second"
+    assert call(train_mtp.main, [*base, f"hydra.run.dir={run}"], monkeypatch) == 0
+    assert "no step is left" not in capfd.readouterr().out
+    for folder, said in ((second, f"{second} gets a copy of the run"), (run, "written again")):
+        argv = [f"resume={run}", f"hydra.run.dir={folder}"]
+        assert call(train_mtp.main, argv, monkeypatch) == 0
+        out = capfd.readouterr().out
+        (line,) = [line for line in out.splitlines() if line.startswith("no step is left")]
+        assert said in line
+        assert steps_told(out) == []
+        kept = [row["step"] for row in rows_of(folder / "train.csv")]
+        assert kept == ["1", "8"]
+        assert (folder / "last" / "model.safetensors").is_file()
