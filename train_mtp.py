@@ -125,9 +125,9 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
         start, before = load_state_(cfg.resume, weights, settings, free=(*FREE, *JUDGED))
         tell_if_spent(budget, start, cfg.resume)
         if budget.share(start) >= 1:
-            same = folder.resolve() == Path(cfg.resume).resolve()
-            done_here = "its files are written again" if same else f"{folder} gets a copy of the run"
-            print(f"no step is left to take; {done_here}", flush=True)
+            in_place = folder.resolve() == Path(cfg.resume).resolve()
+            what = "its files are written again" if in_place else f"{folder} gets a copy of the run"
+            print(f"no step is left to take; {what}", flush=True)
         bring_records(Path(cfg.resume), folder, ["head", "train.csv", "eval.csv"])
         judged = [key for key in differences(before, settings) if below(key, JUDGED)]
         if judged and start.best is not None:
