@@ -2,7 +2,9 @@
 
 import openai
 import pytest
-from serving import HTTP, VOCAB_SIZE, error_of, post, serving, speaker
+from serving import HTTP, VOCAB_SIZE, byte_tokenizer, error_of, post, serving, speaker
+
+from specdec.serving.protocol import ROLES
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_bad_values_are_named_and_the_next_request_is_served(server, field, valu
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
         ),
-        ({"messages": [{"role": "judge", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages"),  # of the template
         ({"messages": [{"role": "user", "content": "\udcff"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -76,6 +78,26 @@ def test_bad_chats(server, fields, param):
     fields = fields if "messages" in fields or not fields else good | fields
     assert error_of(post(server, "/v1/chat/completions", **fields), 400)["param"] == param
     assert post(server, "/v1/chat/completions", **good).status_code == 200
+
+
+@pytest.mark.parametrize("role", ["wizard", "", "User", " user", "\ud800"])
+def test_roles_that_nobody_has(server, role):
+    """Named in the answer, with those that there are."""
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": "hi"}]
+    error = error_of(post(server, "/v1/chat/completions", messages=messages), 400)
+    assert error["param"] == "messages[1].role"
+    shown = f"messages[1].role={role!r} is not a role; known are "
+    assert error["message"] == f"{shown}system, developer, user, assistant, tool, function"
+
+
+def test_every_known_role_reaches_the_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    with serving(speaker(), tokenizer=tokenizer) as running:
+        for role in ROLES:
+            fields = {"messages": [{"role": role, "content": "hi"}], "max_tokens": 2}
+            body = post(running, "/v1/chat/completions", **fields).json()
+            assert body["usage"]["prompt_tokens"] == len(f"[{role}]hi")
 
 
 @pytest.mark.parametrize(

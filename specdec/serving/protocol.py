@@ -16,6 +16,7 @@ from specdec.values import PENALTIES
 MAX_CHOICES = 128
 MAX_TEMPERATURE = 100.0
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions; a chat may fill the context
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may want less
 
 # Fields that would change the output if they were honoured, and the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -114,6 +115,13 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[Any]
+
+    @field_validator("role")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ROLES:
+            raise ValueError(f"is not a role; known are {', '.join(ROLES)}")
+        return value
 
     @field_validator("content", mode="before")
     @classmethod
