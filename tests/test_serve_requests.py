@@ -109,6 +109,26 @@ def test_bodies_that_are_not_requests(server, content):
     assert post(server).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("content_type", "content", "said"),
+    [
+        (None, b'{"prompt": "a"}', "the header Content-Type is missing; send application/json"),
+        (None, b"prompt", "the header Content-Type is missing; send application/json"),
+        ("text/plain", b"{}", "the header Content-Type is 'text/plain'; send application/json"),
+        ("json", b"{}", "the header Content-Type is 'json'; send application/json"),
+        ("application/json", b"[1]", "the body is [1]; it must be a JSON object"),
+        ("application/json", b'"a"', "the body is 'a'; it must be a JSON object"),
+        ("application/json", b"null", "the body is empty or null; it must be a JSON object"),
+        (None, b"", "the body is empty or null; it must be a JSON object"),
+    ],
+)
+def test_a_wrong_header_and_a_wrong_body_are_told_apart(server, content_type, content, said):
+    headers = {} if content_type is None else {"content-type": content_type}
+    response = HTTP.post(server.url + "/v1/completions", content=content, headers=headers)
+    error = error_of(response, 400)
+    assert (error["message"], error["param"]) == (said, None)
+
+
 def test_neutral_and_unknown_fields_are_allowed(server):
     fields = {"logprobs": None, "echo": False, "presence_penalty": 0, "best_of": 1, "user": "me"}
     fields |= {"temperature": None, "stop": None, "n": None, "stream_options": None, "whim": 3}

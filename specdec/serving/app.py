@@ -202,7 +202,7 @@ def _add_error_handlers_(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> Response:
-        return refusal(from_validation(error))
+        return refusal(from_validation(error, request.headers.get("content-type")))
 
     @app.exception_handler(ChoiceFailed)
     async def failed(request: Request, error: ChoiceFailed) -> Response:

@@ -50,18 +50,31 @@ def refusal(error: BadRequest) -> JSONResponse:
     return error_response(error.status, str(error), error.param, error.code)
 
 
-def from_validation(error: RequestValidationError) -> BadRequest:
-    """The first thing that is wrong with a body, with the field named."""
+def from_validation(error: RequestValidationError, content_type: str | None) -> BadRequest:
+    """The first thing that is wrong with a body, with the field named.
+
+    Args:
+        content_type: the request's header; None without one.
+    """
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is not valid JSON: {first['ctx']['error']}", None)
     param = _path(first["loc"][1:])
     if not param:
-        return BadRequest("the body must be a JSON object, sent as application/json", None)
+        return BadRequest(_no_object(first["input"], content_type), None)
     if first["type"] == "missing":
         return BadRequest(f"{param} is missing", param)
     said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return BadRequest(f"{param}={_shown(first['input'])} {said}", param)
+
+
+def _no_object(body: Any, content_type: str | None) -> str:
+    """What keeps a body from being a JSON object; bytes are one that was not read as JSON."""
+    if isinstance(body, bytes):
+        sent = "is missing" if content_type is None else f"is {_shown(content_type)}"
+        return f"the header Content-Type {sent}; send application/json"
+    what = "is empty or null" if body is None else f"is {_shown(body)}"
+    return f"the body {what}; it must be a JSON object"
 
 
 def _path(location: Sequence[str | int]) -> str:
