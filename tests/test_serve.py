@@ -67,6 +67,7 @@ def stream(server, **options):
             texts[choice.index] = texts.get(choice.index, "") + choice.text
             assert choice.index not in reasons, "a chunk after the last"
             if choice.finish_reason:
+                assert choice.text == "", "text in the last chunk"
                 reasons[choice.index] = choice.finish_reason
     return chunks, texts, reasons
 
@@ -194,10 +195,10 @@ def test_a_burst_is_one_chunk_and_characters_are_whole(speaker):
     chunks, texts, _ = stream(speaker, max_tokens=length)
     assert texts[0] == TEXT
     assert not any("\ufffd" in chunk.choices[0].text for chunk in chunks)
-    assert len(chunks) <= 1 + -(-(length - 1) // (K + 1))
+    assert len(chunks) <= 1 + -(-(length - 1) // (K + 1)) + 1  # and one that has the reason
     chunks, texts, _ = stream(speaker, max_tokens=12)  # ends in two of four bytes
     assert texts[0] == "삼겹살 \ufffd"
-    assert [("\ufffd" in chunk.choices[0].text) for chunk in chunks][-2:] == [False, True]
+    assert [("\ufffd" in chunk.choices[0].text) for chunk in chunks][-3:] == [False, True, False]
 
 
 @pytest.mark.parametrize("stop", ["🙂 é", [" 🙂🙂", "é"], "two", ["e t"], "살 🙂🙂 é, one"])

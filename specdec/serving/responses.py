@@ -100,17 +100,25 @@ async def event_stream(
 ) -> AsyncGenerator[str, None]:
     """One event for what each engine output adds, usage if it is asked for, then [DONE].
 
-    A failure ends the stream with an event that holds an error body.
+    A choice ends with an event of its own, which has a finish reason and no text, as OpenAI's do:
+    some clients read no further than the reason. A failure ends the stream with an event that holds
+    an error body.
     """
     head = _head(endpoint, endpoint.chunk_object, model)
     seen: set[int] = set()
+
+    def event(index: int, text: str, finish_reason: str | None) -> str:
+        content = endpoint.delta(text, index not in seen)
+        seen.add(index)
+        return _event({**head, "choices": [_choice(index, finish_reason, content)]})
+
     try:
         async with aclosing(deltas):
             async for index, text, finish_reason in deltas:
-                if text or finish_reason:
-                    content = endpoint.delta(text, index not in seen)
-                    yield _event({**head, "choices": [_choice(index, finish_reason, content)]})
-                    seen.add(index)
+                if text or (finish_reason and index not in seen):  # the first has a chat's role
+                    yield event(index, text, None)
+                if finish_reason:
+                    yield event(index, "", finish_reason)
         if job.include_usage:
             yield _event({**head, "choices": [], **_account(job, choices)})
     except ChoiceFailed as error:
