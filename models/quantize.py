@@ -132,6 +132,11 @@ def to_int(weight: Tensor, kind: str) -> Tensor:
         CheckpointError: torchao cannot do this on the weight's device or in its dtype.
     """
     quantize, config = _torchao(kind)
+    if kind == "int4" and weight.device.type == "cpu":
+        raise CheckpointError(
+            "quantize=int4 needs a GPU, and the weights are on the CPU; use quantize=int8, fp8 or "
+            "none there"
+        )
     module = torch.nn.Linear(1, 1, bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
     module.out_features, module.in_features = weight.shape

@@ -1,6 +1,7 @@
 """Targets with quantised matrices: what is kept, what it computes, what is refused."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -172,6 +173,22 @@ def test_torchao_is_asked_for_by_name(kind, monkeypatch):
         CheckpointError,
         rf"^quantize={kind} needs torchao, which is not installed; `pip install torchao`",
     )
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_int4_on_a_cpu_is_refused_before_anything_is_tried(size, monkeypatch):
+    """Also rows that are no multiple of 128, of which torchao only says that it skips them."""
+    tried = []
+    names = dict.fromkeys(("Int4WeightOnlyConfig", "Int8WeightOnlyConfig"), dict)
+    torchao = SimpleNamespace(quantize_=lambda *args: tried.append(args), **names)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", torchao)
+    settings = small_shape("llama") | {"hidden_size": size, "intermediate_size": 2 * size}
+    tiny.one_line_error(
+        lambda: random_target(settings, device="cpu", dtype=torch.bfloat16, quantize="int4"),
+        CheckpointError,
+        r"^quantize=int4 needs a GPU, and the weights are on the CPU; use quantize=int8, fp8 ",
+    )
+    assert not tried
 
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.gpu)])
