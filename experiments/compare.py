@@ -10,6 +10,7 @@ Runs are run folders, sweep folders or offline W&B runs, by path or glob. The ru
 import base64
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from omegaconf import DictConfig
 from specdec.checks import plain
 from specdec.errors import ConfigError, DataError
 from specdec.experiments.jobs import hydra_script
+from specdec.experiments.naming import Naming, name_runs, short_names
 
 CSV_COLUMNS = (
     *("a", "b", "difference", "ci95_low", "ci95_high", "p_holm", "p", "pairing", "reason"),
@@ -50,8 +52,9 @@ READING = (
 class RunRow(NamedTuple):
     """A run's pooled numbers."""
 
-    run: Any
+    run: Any  # called by its label
     label: str
+    folder: str  # its own name
     length: float | None
     low: float | None
     high: float | None
@@ -69,7 +72,7 @@ class Table(NamedTuple):
 def main(cfg: DictConfig, folder: Path) -> None:
     from specdec.experiments.pairing import compare_all, in_short_lines
     from specdec.experiments.plots import plot_compare
-    from specdec.experiments.runs import find_runs, labels, select, varied
+    from specdec.experiments.runs import find_runs, select
     from specdec.experiments.tables import print_table
 
     settings = plain(cfg)
@@ -77,20 +80,21 @@ def main(cfg: DictConfig, folder: Path) -> None:
     runs = select(found.runs, filter_of(settings["filter"]))
     if len(runs) < 2:
         raise DataError(f"comparing needs two runs, and {runs[0].path} is the only one here")
-    pairs = compare_all(runs)
+    naming = name_runs(runs)
+    named = [replace(run, name=label) for run, label in zip(runs, naming.labels, strict=True)]
+    pairs = compare_all(named)
     check_any(pairs)
-    keys = varied(runs)
-    rows = [pooled(run, label) for run, label in zip(runs, labels(runs, keys), strict=True)]
+    rows = [pooled(run, before.name) for run, before in zip(named, runs, strict=True)]
 
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "compare.csv", pairs, rows)
-    plot_compare(rows, keys, folder / "compare.png")
-    tables = [runs_table(rows, keys), pairs_table(pairs, rows)]
+    plot_compare(rows, naming, folder / "compare.png")
+    tables = [runs_table(rows, naming), pairs_table(pairs)]
     notes = [*found.notes, *refusals(pairs)]
     page = html_page(tables, notes, (folder / "compare.png").read_bytes(), rows)
     (folder / "compare.html").write_text(page, encoding="utf-8")
     print_table(*tables[0])
-    print_table(*pairs_table([pair for pair in pairs if pair.kind != "refused"], rows))
+    print_table(*pairs_table([pair for pair in pairs if pair.kind != "refused"]))
     for note in [*found.notes, *in_short_lines(pairs)]:
         print(note)
     print(f"results: {folder}")
@@ -126,18 +130,23 @@ def _names(pair: Any) -> str:
     return f"{pair.a.name} and {pair.b.name}"
 
 
-def pooled(run: Any, label: str) -> RunRow:
+def pooled(run: Any, folder: str) -> RunRow:
+    """The numbers of a run; its interval is its own report's, where it has one."""
     from specdec import metrics
     from specdec.experiments.pairing import by_prompt
 
     sums = by_prompt(run)
     accepted = [sum(at) for at in zip(*(row.accepted for row in run.rows), strict=True)]
     drafted = [sum(at) for at in zip(*(row.drafted for row in run.rows), strict=True)]
+    reported = run.summary.get("acceptance_length_ci95")
+    low, high = reported or metrics.bootstrap_interval(sums.committed, sums.rounds)
     return RunRow(
         run,
-        label,
+        run.name,
+        folder,
         metrics.ratio(sums.committed.sum(), sums.rounds.sum()),
-        *metrics.bootstrap_interval(sums.committed, sums.rounds),
+        low,
+        high,
         metrics.ratio(sum(accepted), sum(drafted)),
         [metrics.ratio(a, d) for a, d in zip(accepted, drafted, strict=True)],
     )
@@ -163,27 +172,26 @@ def write_csv(path: Path, pairs: Sequence[Any], rows: Sequence[RunRow]) -> None:
                 "speed_ratio": pair.speed_ratio,
             }
             for side, run in (("a", pair.a), ("b", pair.b)):
-                row[side] = run.name
-                row[f"label_{side}"] = row_of[id(run)].label
+                row[side] = row_of[id(run)].folder
+                row[f"label_{side}"] = run.name
                 row[f"length_{side}"] = row_of[id(run)].length
                 row[f"tokens_per_second_{side}"] = run.summary.get("tokens_per_second")
                 row[f"path_{side}"] = str(run.path)
             writer.writerow({name: "" if value is None else value for name, value in row.items()})
 
 
-def runs_table(rows: Sequence[RunRow], keys: Sequence[str]) -> Table:
+def runs_table(rows: Sequence[RunRow], naming: Naming) -> Table:
     """The runs' own numbers; the settings that differ where the labels do not name them."""
-    from specdec.experiments.runs import short_names, shown
     from specdec.experiments.tables import number
 
-    named = [row for row in rows if row.label == row.run.name]
-    told = list(keys) if named else []
+    told = naming.unnamed
     columns = ["run", *short_names(told), "acceptance length", "95% interval", "acceptance rate"]
     columns += ["tokens/s", "speedup", "bytes/round", "prompts"]
     body = []
-    for row in rows:
+    for index, row in enumerate(rows):
         value = row.run.summary.get
-        line = [row.label, *(shown(row.run, key) for key in told), number(row.length)]
+        settings = [naming.values[key][index] or "-" for key in told]
+        line = [row.label, *settings, number(row.length)]
         line += [_interval(row.low, row.high), number(row.rate)]
         line += [number(value("tokens_per_second"), 1), number(value("speedup"), 2)]
         line += [number(value("bytes_per_round"), 2), str(len({r.key[0] for r in row.run.rows}))]
@@ -192,20 +200,23 @@ def runs_table(rows: Sequence[RunRow], keys: Sequence[str]) -> Table:
     return Table("runs", [columns[c] for c in kept], [[line[c] for c in kept] for line in body])
 
 
-def pairs_table(pairs: Sequence[Any], rows: Sequence[RunRow]) -> Table:
+def pairs_table(pairs: Sequence[Any]) -> Table:
     from specdec.experiments.tables import number
 
-    label_of = {id(row.run): row.label for row in rows}
     columns = ["a", "b", "a - b", "95% interval", "p (Holm)", "pairing", "speed a / b"]
     body = []
     for pair in pairs:
         texts = pair.differing_texts
         share = f", {texts:.1%} of the texts differ" if texts else ""
-        line = [label_of[id(pair.a)], label_of[id(pair.b)], number(pair.difference)]
+        line = [pair.a.name, pair.b.name, number(pair.difference)]
         line += [_interval(pair.low, pair.high), number(pair.p_holm, 4)]
         line += [f"{pair.kind}{share}", number(pair.speed_ratio, 2)]
         body.append(line)
-    return Table("differences of acceptance length", columns, body)
+    compared = sum(pair.kind != "refused" for pair in pairs)
+    title = "differences of acceptance length"
+    if compared > 1:
+        title += f", p adjusted for {compared} comparisons"
+    return Table(title, columns, body)
 
 
 def _interval(low: float | None, high: float | None) -> str:

@@ -123,25 +123,40 @@ def in_short_lines(pairs: Sequence[Pair]) -> list[str]:
 def _in_short(pair: Pair, length: int) -> str:
     """The first setting that differs, and how many more do; the reason where none does. What is too
     long loses its middle."""
-    if pair.keys:
-        key, *more = pair.keys
-        rest = f", and {len(more)} more" if more else ""
-        room = (length // 2 - len(f"{key} is  and {rest}")) // 2
-        told = [_shown(run.setting(key)) for run in (pair.a, pair.b)]
-        what = f"{key} is {' and '.join(_clipped(told, room))}{rest}"
-    else:
-        (what,) = _clipped([pair.reason], length // 2)
-    what = f" are not compared: {what}"
-    room = (length - len(f" and {what}")) // 2
-    return " and ".join(_clipped([pair.a.name, pair.b.name], room)) + what
+    whole = min(len(_what(pair, 10 * length)), length * 3 // 5)
+    names = " and ".join(_both([pair.a.name, pair.b.name], length - whole - len(" and "), share=2))
+    return names + _what(pair, length - len(names))
 
 
-def _clipped(texts: Sequence[str], length: int) -> Sequence[str]:
-    """Texts of at most so many characters, more of the end than of the beginning; whole ones where
-    that would make them the same."""
-    start = (length - 3) // 3
-    short = [t if len(t) <= length else f"{t[:start]}...{t[start + 3 - length :]}" for t in texts]
-    return short if len(set(short)) == len(texts) else texts
+def _what(pair: Pair, length: int) -> str:
+    told = " are not compared: "
+    if not pair.keys:
+        return told + _clipped([pair.reason], length - len(told))[0]
+    key, *more = pair.keys
+    rest = f", and {len(more)} more" if more else ""
+    values = [_shown(run.setting(key)) for run in (pair.a, pair.b)]
+    values = _both(values, length - len(f"{told}{key} is  and {rest}"))
+    return f"{told}{key} is {' and '.join(values)}{rest}"
+
+
+def _both(texts: Sequence[str], length: int, share: int = 3) -> Sequence[str]:
+    """Two texts that together have so many characters; the longer gives way first."""
+    return _clipped(texts, max(length // 2, length - min(map(len, texts))), share)
+
+
+def _clipped(texts: Sequence[str], length: int, share: int = 3) -> Sequence[str]:
+    """Texts of at most so many characters, or as many more as keep them apart; what is too long
+    loses its middle.
+
+    Args:
+        share: one part in so many of what is left is the beginning.
+    """
+    for most in range(max(length, 4), max(map(len, texts))):
+        start = (most - 3) // share
+        short = [t if len(t) <= most else f"{t[:start]}...{t[start + 3 - most :]}" for t in texts]
+        if len(set(short)) == len(texts):
+            return short
+    return texts
 
 
 def refusal(a: Run, b: Run) -> Refusal | None:

@@ -8,7 +8,9 @@ from typing import Any
 
 from specdec.metrics import Output, by_prompt, count_rounds
 
-MAX_LEGEND = 16  # entries that leave room for the lines
+MAX_LEGEND = 20  # entries that leave room for the lines
+MAX_TICKS = 12
+MAX_VALUE, MAX_TEXT = 30, 80  # characters of a value, and of a line of a legend
 
 
 def _figure(width: float, height: float):
@@ -67,31 +69,74 @@ def plot_acceptance(outputs: Sequence[Output], summary: dict[str, Any], path: Pa
 
 def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) -> None:
     """Acceptance length with its interval over the first swept key that is a number, one line for
-    each combination of the others; over the jobs where no key is a number."""
-    from specdec.experiments.launching import readable
-
-    figure = _figure(7, 4.2)
-    axes = figure.subplots()
+    each combination of the others; a point a job where no key is a number."""
     done = [row for row in rows if row.get("acceptance_length") is not None]
     x_key = next((k for k in keys if all(_is_number(row.get(k)) for row in done)), None)
+    others = [key for key in keys if key != x_key]
+    labels = [_swept(row, others) for row in done]
+    figure = _figure(7, 4.2 if x_key else 1.6 + 0.35 * len(done))
+    axes = figure.subplots()
+    if x_key is None:
+        named = [label or str(row["job"]) for label, row in zip(labels, done, strict=True)]
+        at = list(range(len(done)))
+        y = [row["acceptance_length"] for row in done]
+        axes.errorbar(y, at, xerr=_gaps(done), fmt="o", capsize=3)
+        axes.set_yticks(at, named)
+        axes.set(xlabel="acceptance length", ylim=(len(done) - 0.5, -0.5))
+        return _save(figure, path)
     series: dict[str, list[dict[str, Any]]] = {}
-    for row in done:
-        others = [k for k in keys if k != x_key] if x_key else []
-        told = [readable(key, row.get(key, "")) for key in others]
-        label = ", ".join(f"{name}={value}" for name, value in told)
-        series.setdefault(_text(label), []).append(row)
-    for label, members in series.items():
-        if x_key:
-            members.sort(key=lambda row: float(row[x_key]))
-        x = [float(row[x_key]) if x_key else _text(str(row["job"])) for row in members]
+    for label, row in zip(labels, done, strict=True):
+        series.setdefault(label, []).append(row)
+    for index, (label, members) in enumerate(series.items()):
+        members.sort(key=lambda row: float(row[x_key]))
+        x = [float(row[x_key]) for row in members]
         y = [row["acceptance_length"] for row in members]
-        low = [_gap(r["acceptance_length"], r["acceptance_length_ci95_low"]) for r in members]
-        high = [_gap(r["acceptance_length_ci95_high"], r["acceptance_length"]) for r in members]
-        axes.errorbar(x, y, yerr=[low, high], marker="o", capsize=3, label=label or None)
-    axes.set(xlabel=x_key or "job", ylabel="acceptance length")
-    if any(series):
-        axes.legend(frameon=False)
+        axes.errorbar(x, y, yerr=_gaps(members), capsize=3, label=label or None, **_style(index))
+    axes.set(xlabel=x_key, ylabel="acceptance length")
+    ticks = sorted({float(row[x_key]) for row in done})
+    if len(ticks) <= MAX_TICKS:
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    _legend(axes, list(series))
     _save(figure, path)
+
+
+def _swept(row: dict[str, Any], keys: Sequence[str]) -> str:
+    from specdec.experiments.launching import readable
+
+    told = [readable(key, str(row.get(key, ""))) for key in keys]
+    return _text(", ".join(f"{name}={_end(value)}" for name, value in told))
+
+
+def _end(value: str) -> str:
+    """The last parts of what looks like a path."""
+    parts = value.split("/")
+    return value if len(value) <= MAX_VALUE or len(parts) < 3 else "/".join(["...", *parts[-2:]])
+
+
+def _gaps(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Below and above each acceptance length."""
+    low = [_gap(r["acceptance_length"], r["acceptance_length_ci95_low"]) for r in rows]
+    high = [_gap(r["acceptance_length_ci95_high"], r["acceptance_length"]) for r in rows]
+    return [low, high]
+
+
+def _style(index: int) -> dict[str, Any]:
+    """Of one line among many: no two of the first forty look the same."""
+    colours = 10
+    return {
+        "color": f"C{index % colours}",
+        "marker": "os^D"[index // colours % 4],
+        "linestyle": ("-", "--", ":", "-.")[index // colours % 4],
+        "markersize": 4,
+    }
+
+
+def _legend(axes: Any, labels: Sequence[str]) -> None:
+    """Below the lines, where there are not too many."""
+    if any(labels) and len(labels) <= MAX_LEGEND:
+        axes.legend(
+            frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(-0.05, -0.16)
+        )
 
 
 def _is_number(text: Any) -> bool:
@@ -124,43 +169,56 @@ def plot_demo(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     _save(figure, path)
 
 
-def plot_compare(rows: Sequence[Any], keys: Sequence[str], path: Path) -> None:
+def plot_compare(rows: Sequence[Any], naming: Any, path: Path) -> None:
     """Acceptance by draft position, a line a run, and acceptance length with its interval over K,
     a line for each combination of the other settings that differ.
 
     Args:
-        rows: each with run, label, length, low, high and `joint` (share kept at each position).
-        keys: settings that differ among the runs.
+        rows: each with label, length, low, high and `joint` (share kept at each position).
+        naming: their `naming.Naming`.
     """
-    from specdec.experiments.runs import shown
+    from specdec.experiments.naming import short_lines, told_by
 
-    figure = _figure(11, 4.4)
+    others = [key for key in naming.keys if key != "propose.num_draft_tokens"]
+    lines, _ = short_lines(others, {key: naming.values[key] for key in others})
+    series: dict[str, list[Any]] = {}
+    labels: dict[str, str] = {}
+    for index, row in enumerate(rows):
+        settings = told_by(others, naming.values, index)
+        if any(len(other.joint) == len(row.joint) for other in series.get(settings, ())):
+            settings = labels[row.label] = row.label  # the same settings twice
+        else:
+            labels.setdefault(settings, lines[index] if others else "")
+        series.setdefault(settings, []).append(row)
+    entries = max((n for n in (len(rows), len(series)) if n <= MAX_LEGEND), default=0)
+    figure = _figure(12, 4.4 + 0.2 * entries)
     by_position, by_k = figure.subplots(1, 2)
-    for row in rows:
+    for index, row in enumerate(rows):
         positions = [j for j, share in enumerate(row.joint, 1) if share is not None]
         shares = [row.joint[j - 1] for j in positions]
-        by_position.plot(positions, shares, marker="o", markersize=4, label=_text(row.label))
+        by_position.plot(positions, shares, label=_clipped(row.label), **_style(index))
     longest = max((len(row.joint) for row in rows), default=0)
     by_position.set(xlabel="draft position", ylabel="share of the drafts kept", ylim=(0, 1))
     by_position.set_xticks(range(1, longest + 1))
 
-    others = [key for key in keys if key != "propose.num_draft_tokens"]
-    series: dict[str, list[Any]] = {}
-    for row in rows:
-        label = ", ".join(f"{k.rpartition('.')[2]}={shown(row.run, k)}" for k in others)
-        series.setdefault(_text(label), []).append(row)
-    for label, members in series.items():
+    for index, (settings, members) in enumerate(series.items()):
+        label = labels[settings]
         done = sorted((r for r in members if r.length is not None), key=lambda r: len(r.joint))
         y = [r.length for r in done]
         gaps = [[_gap(r.length, r.low) for r in done], [_gap(r.high, r.length) for r in done]]
-        x = [len(r.joint) for r in done]
-        by_k.errorbar(x, y, yerr=gaps, marker="o", markersize=4, capsize=3, label=label or None)
+        aside = (index - (len(series) - 1) / 2) * min(0.06, 0.5 / len(series))
+        x = [len(r.joint) + aside for r in done]
+        by_k.errorbar(x, y, yerr=gaps, capsize=3, label=_clipped(label) or None, **_style(index))
     by_k.set(xlabel="drafts a round, K", ylabel="acceptance length")
     by_k.set_xticks(sorted({len(row.joint) for row in rows}))
-    for axes, labels in ((by_position, [row.label for row in rows]), (by_k, list(series))):
-        if any(labels) and len(labels) <= MAX_LEGEND:
-            axes.legend(frameon=False, fontsize="small")
+    _legend(by_position, [row.label for row in rows])
+    _legend(by_k, list(labels.values()))
     _save(figure, path)
+
+
+def _clipped(label: str) -> str:
+    """A label that leaves the lines their room."""
+    return _text(label if len(label) <= MAX_TEXT else f"{label[: MAX_TEXT - 3]}...")
 
 
 def plot_speed(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -3,7 +3,6 @@
 import csv
 import glob
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,10 +12,9 @@ from typing import Any, NamedTuple
 from specdec.checks import flatten
 from specdec.errors import DataError, did_you_mean
 from specdec.experiments.jobs import STATUS, read_status
+from specdec.experiments.naming import short_paths, spelled
 
 TABLE, SUMMARY, WANDB_TABLE = "per_prompt.csv", "summary.json", "per_prompt"
-NONE = "null"
-MAX_WORD, MAX_LABEL = 20, 60  # characters of names and of lists of settings
 
 
 class PromptRow(NamedTuple):
@@ -198,75 +196,9 @@ def select(runs: Sequence[Run], wanted: Mapping[str, Any]) -> list[Run]:
         known |= {name for run in runs for name in run.summary.get("choices") or {}}
         if key not in known:
             raise DataError(f"filter: no run has the key {key}{did_you_mean(key, known)}")
-        allowed = {_text(v) for v in (values if isinstance(values, list) else [values])}
-        there = sorted({_text(run.setting(key)) for run in chosen})
-        chosen = [run for run in chosen if _text(run.setting(key)) in allowed]
+        allowed = {spelled(v) for v in (values if isinstance(values, list) else [values])}
+        there = sorted({spelled(run.setting(key)) for run in chosen})
+        chosen = [run for run in chosen if spelled(run.setting(key)) in allowed]
         if not chosen:
             raise DataError(f"filter: no run has {key}={values}; there is {', '.join(there)}")
     return chosen
-
-
-def _text(value: Any) -> str:
-    """One spelling for equal values."""
-    if value is None:
-        return NONE
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value)
-
-
-def short_paths(paths: Sequence[Path]) -> list[str]:
-    """The end of each path that tells it from the others; equal ones get a number."""
-    full = [path.resolve() for path in paths]
-    names = []
-    for index, path in enumerate(full):
-        others = [other for other in full if other != path]
-        for length in range(1, len(path.parts) + 1):
-            end = path.parts[-length:]
-            if not any(other.parts[-length:] == end for other in others):
-                break
-        name = "/".join(end)
-        before = full[:index].count(path)
-        names.append(f"{name} ({before + 1})" if before else name)
-    return names
-
-
-def varied(runs: Sequence[Run]) -> list[str]:
-    """Keys of the configuration that differ among the runs; a stage's function counts as its group,
-    and the keywords that only some functions have do not count."""
-    keys = [key for key in runs[0].flat if all(key in run.flat for run in runs)]
-    found = []
-    for key in keys:
-        if key.startswith("logger.") or len({_text(run.flat[key]) for run in runs}) == 1:
-            continue
-        found.append(key.removesuffix("._target_"))
-    return found
-
-
-def labels(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """What to call the runs in tables and plots: their folders' names where these are short words,
-    else the settings that differ where these tell the runs apart."""
-    names = [run.name for run in runs]
-    if all(len(name) <= MAX_WORD and not re.fullmatch(r"[\d/_-]+", name) for name in names):
-        return names
-    pairs = list(zip(short_names(keys), keys, strict=True))
-    told = [", ".join(f"{short}={shown(run, key)}" for short, key in pairs) for run in runs]
-    fit = len(set(told)) == len(told) and max(map(len, told)) <= MAX_LABEL
-    return told if fit else names
-
-
-def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or as many as tell it from the others."""
-    names = []
-    for key in keys:
-        parts = key.split(".")
-        ends = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        others = [f".{other}" for other in keys if other != key]
-        names.append(next(e for e in ends if not any(o.endswith(f".{e}") for o in others)))
-    return names
-
-
-def shown(run: Run, key: str) -> str:
-    """A varied key's value; of a group the name of its function."""
-    target = run.flat.get(f"{key}._target_")
-    return str(target).rpartition(".")[2] if target is not None else _text(run.flat.get(key))

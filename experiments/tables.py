@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 PLAIN_WIDTH = 120  # columns where the output is no terminal
-SHORT = 12  # characters of a cell that is not broken
+SHORT, WORD = 12, 20  # characters of a cell, and of a word of one, that are not broken
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -27,7 +27,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     texts = list(zip(columns, *cells, strict=True))
     whole = [_longest(column) for column in texts]
     least = [
-        _longest([*title.split(), *(cell for cell in column if len(cell) <= SHORT)])
+        _longest(
+            [
+                *title.split(),
+                *(cell for cell in column if len(cell) <= SHORT),
+                *(word for cell in column for word in cell.split() if len(word) <= WORD),
+            ]
+        )
         for title, *column in texts
     ]
     lines = 3 * len(columns) + 1  # the table's own and a space on both sides of each
@@ -49,7 +55,7 @@ def _longest(texts: Sequence[str]) -> int:
 
 def _widths(whole: Sequence[int], least: Sequence[int], room: int) -> Sequence[int | None]:
     """The columns' widths: the widest give way first and none below its least, so that figures and
-    the words of titles stay whole; None in a terminal that is too narrow for these."""
+    short words stay whole; None in a terminal that is too narrow for these."""
     if sum(least) > room:
         return [None] * len(whole)
     widths = list(whole)

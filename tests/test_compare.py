@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from scripts import call, jobs_of, rows_of, summary_of, tiny_job
 
 from specdec import metrics
 from specdec.experiments import acceptance, compare
-from specdec.experiments.runs import find_runs, short_names, short_paths
+from specdec.experiments.naming import name_runs, short_names, short_paths
+from specdec.experiments.runs import Run, find_runs
 from specdec.significance import holm, swap_p_value
 
 CONFIG = {
@@ -198,7 +200,7 @@ def test_the_page_holds_everything(grid, tmp_path, monkeypatch):
     assert base64.b64decode(image) == (tmp_path / "compare.png").read_bytes()
     assert page.count("<table>") == page.count("</table>") == 2
     assert page.count("<tr>") == 1 + 4 + 1 + 6
-    assert "propose=recalling, num_draft_tokens=4" in page
+    assert "propose=recalling, K=4" in page
 
 
 def test_a_run_with_itself_differs_by_nothing(grid, tmp_path, monkeypatch):
@@ -327,15 +329,17 @@ def test_each_refusal_is_one_short_line(tmp_path, monkeypatch, capfd):
     ]
     assert len(lines) == 4
     told = dict(line.split(" are not compared: ") for line in lines)
-    named = [(a[-6:], b[-6:]) for a, b in (names.split(" and ") for names in told)]
-    assert named[0] == ("aaaaaa", "cccccc")
+    names = next(iter(told))
+    assert names == "data.path=p...mperature=0 and data.path=q...mperature=0"
     reasons = list(told.values())
     assert re.match(r"data\.path is p\.jsonl and long[/l]*\.\.\.", reasons[0])
     assert reasons[0].endswith("/q.jsonl, and 2 more")
     assert reasons[1].startswith("text_sha256: ")
     assert reasons[2] == "sampling.temperature is 0.0 and 0.7, and 1 more"
     page = (tmp_path / "out" / "compare.html").read_text()
-    assert f"data.num_prompts is null in {stem}_aaaaaa and 4 in {stem}_cccccc" in page
+    assert (
+        "data.num_prompts is null in data.path=p.jsonl, temperature=0 and 4 in data.path=q" in page
+    )
 
 
 def test_intervals_and_p_values_of_many_runs(tmp_path, monkeypatch):
@@ -479,6 +483,88 @@ def test_names_are_as_short_as_they_can_be(tmp_path):
     paths = [tmp_path / "x" / "0", tmp_path / "y" / "0", tmp_path / "y" / "1", tmp_path / "y" / "1"]
     assert short_paths(paths) == ["x/0", "y/0", "1", "1 (2)"]
     assert short_names(["a.k", "b.k", "c.d.e"]) == ["a.k", "b.k", "e"]
+
+
+def run_of(name, path="nowhere", choices=(), **config):
+    return Run(Path(path), name, config, {"choices": dict(choices)}, ())
+
+
+HASHED = ("num_draft_tokens-2_9c103f", "num_draft_tokens-3_aa11bb", "seed-0_145d8a", "q_0c173f")
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        # a setting that follows another of its name is that one
+        (
+            [{"seed": s, "sampling": {"seed": s}} for s in (0, 1)],
+            ["seed=0", "seed=1"],
+        ),
+        (
+            [{"seed": s, "sampling": {"seed": 7 - s}} for s in (0, 1)],
+            ["seed=0, sampling.seed=7", "seed=1, sampling.seed=6"],
+        ),
+        # a keyword of some runs' function
+        (
+            [{"verify": {"_target_": "own.mine", "threshold": t}} for t in (0.1, 0.3)]
+            + [{"verify": {"_target_": "a.greedy"}}],
+            ["verify=mine, threshold=0.1", "verify=mine, threshold=0.3", "verify=greedy"],
+        ),
+        ([{"a": 1}, {"a": 1}, {"a": 2}], ["a=1", "a=1 (2)", "a=2"]),
+        (
+            [{"draft": {"path": f"{p}/head"}, "target": {"path": p}} for p in ("x/a", "x/b")],
+            ["draft.path=a/head, target.path=a", "draft.path=b/head, target.path=b"],
+        ),
+        (
+            [{"propose": {"num_draft_tokens": k}, "dtype": d} for k, d in ((2, "x"), (3.0, None))],
+            ["K=2, dtype=x", "K=3, dtype=null"],
+        ),
+    ],
+)
+def test_labels_tell_what_differs(settings, labels):
+    runs = [run_of(name, **config) for name, config in zip(HASHED, settings, strict=False)]
+    naming = name_runs(runs)
+    assert naming.labels == labels
+    assert not naming.unnamed
+
+
+def test_a_choice_stands_for_what_it_decides(tmp_path):
+    def run(model, num_draft_tokens, head=None, at=tmp_path / "none"):
+        draft = {"path": head or f"pretrained/{model}/head"}
+        config = {"target": {"path": f"pretrained/{model}"}, "draft": draft}
+        config["propose"] = {"_target_": f"x.{model}_steps", "num_draft_tokens": num_draft_tokens}
+        choices = {"model": model, "draft": model}
+        return run_of(HASHED[num_draft_tokens], at, choices, **config)
+
+    naming = name_runs([run(model, k) for model in ("llama", "qwen3") for k in (1, 2)])
+    assert naming.labels == [f"model={m}, K={k}" for m in ("llama", "qwen3") for k in (1, 2)]
+    own = write_run(tmp_path / "own")
+    (own / "status.json").write_text(
+        json.dumps({"config_hash": "", "overrides": ["draft.path=mine/head"]})
+    )
+    naming = name_runs([run("llama", 1), run("qwen3", 1, "mine/head", own)])
+    assert naming.labels == [
+        "model=llama, draft.path=llama/head",
+        "model=qwen3, draft.path=mine/head",
+    ]
+
+
+def test_long_labels_leave_out_what_tells_no_runs_apart():
+    words = [letter * 14 for letter in "abcd"]
+    settings = [{**dict.fromkeys(words, 1), word: 5} for word in words]
+    names = [f"{'job' * 9}{index}" for index in range(5)]
+
+    def labels_of(settings, names):
+        pairs = zip(names, settings, strict=False)
+        return name_runs([run_of(name, **config) for name, config in pairs])
+
+    naming = labels_of([*settings, dict.fromkeys(words, 1)], names)
+    assert naming.labels == [*(f"{w}=5" for w in words), ", ".join(f"{w}=1" for w in words)]
+    numbered = [{**config, "k": k} for k, config in enumerate(settings)]
+    naming = labels_of(numbered, names)
+    assert naming.labels[0] == f"{words[0]}=5, {words[1]}=1, {words[2]}=1"
+    assert naming.unnamed == [words[3], "k"]
+    assert labels_of(settings, list("xyzuv")).labels == list("xyzu")
 
 
 def test_swapping_prompts_gives_the_exact_p():
