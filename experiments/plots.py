@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,30 +75,37 @@ def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) 
     x_key = next((k for k in keys if all(_is_number(row.get(k)) for row in done)), None)
     others = [key for key in keys if key != x_key]
     labels = [_swept(row, others) for row in done]
-    figure = _figure(7, 4.2 if x_key else 1.6 + 0.35 * len(done))
-    axes = figure.subplots()
     if x_key is None:
-        named = [label or str(row["job"]) for label, row in zip(labels, done, strict=True)]
-        at = list(range(len(done)))
+        figure = _figure(7, 1.6 + 0.35 * len(done))
+        axes = figure.subplots()
         y = [row["acceptance_length"] for row in done]
-        axes.errorbar(y, at, xerr=_gaps(done), fmt="o", capsize=3)
-        axes.set_yticks(at, named)
+        axes.errorbar(y, list(range(len(done))), xerr=_gaps(done), fmt="o", capsize=3)
+        named = [label or str(row["job"]) for label, row in zip(labels, done, strict=True)]
+        axes.set_yticks(list(range(len(done))), named)
         axes.set(xlabel="acceptance length", ylim=(len(done) - 0.5, -0.5))
         return _save(figure, path)
     series: dict[str, list[dict[str, Any]]] = {}
     for label, row in zip(labels, done, strict=True):
         series.setdefault(label, []).append(row)
+    figure = _figure(7, 4.2 + (0.2 * len(series) if len(series) <= MAX_LEGEND else 0))
+    axes = figure.subplots()
+    ticks = sorted({float(row[x_key]) for row in done})
+    nearest = min((b - a for a, b in pairwise(ticks)), default=1.0)
     for index, (label, members) in enumerate(series.items()):
         members.sort(key=lambda row: float(row[x_key]))
-        x = [float(row[x_key]) for row in members]
+        x = [float(row[x_key]) + nearest * _aside(index, len(series)) for row in members]
         y = [row["acceptance_length"] for row in members]
         axes.errorbar(x, y, yerr=_gaps(members), capsize=3, label=label or None, **_style(index))
     axes.set(xlabel=x_key, ylabel="acceptance length")
-    ticks = sorted({float(row[x_key]) for row in done})
     if len(ticks) <= MAX_TICKS:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     _legend(axes, list(series))
     _save(figure, path)
+
+
+def _aside(index: int, count: int) -> float:
+    """How far one of so many lines is moved so that none hides another, of a step between ticks."""
+    return (index - (count - 1) / 2) * min(0.02, 0.4 / count)
 
 
 def _swept(row: dict[str, Any], keys: Sequence[str]) -> str:
@@ -206,8 +214,7 @@ def plot_compare(rows: Sequence[Any], naming: Any, path: Path) -> None:
         done = sorted((r for r in members if r.length is not None), key=lambda r: len(r.joint))
         y = [r.length for r in done]
         gaps = [[_gap(r.length, r.low) for r in done], [_gap(r.high, r.length) for r in done]]
-        aside = (index - (len(series) - 1) / 2) * min(0.06, 0.5 / len(series))
-        x = [len(r.joint) + aside for r in done]
+        x = [len(r.joint) + _aside(index, len(series)) for r in done]
         by_k.errorbar(x, y, yerr=gaps, capsize=3, label=_clipped(label) or None, **_style(index))
     by_k.set(xlabel="drafts a round, K", ylabel="acceptance length")
     by_k.set_xticks(sorted({len(row.joint) for row in rows}))
