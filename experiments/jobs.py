@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import socket
 import sys
 import time
 import traceback
@@ -29,8 +28,8 @@ from specdec.checks import (
     plain,
 )
 from specdec.config import register_schemas
-from specdec.experiments import launching, loggers
-from specdec.experiments.launching import STATUS
+from specdec.experiments import launching, locks, loggers
+from specdec.experiments.launching import LOCK, STATUS
 from specdec.experiments.loggers import JobInfo
 
 log = logging.getLogger(__name__)
@@ -65,10 +64,11 @@ def hydra_script(
 
     A user's error (a key, a value, a checkpoint, a file) is one line on stderr, any other error its
     traceback; the exit status is then 1. A run that is refused before it wrote anything leaves no
-    folder; in a sweep a refused job keeps its own, and the other jobs still run.
+    folder; in a sweep a refused job keeps its own, and the other jobs still run. One process at a
+    time writes to a job's folder: a run into a folder that is in use is refused, a sweep waits.
 
     Args:
-        record: keep `status.json` and, in a sweep, the combined table.
+        record: keep `status.json` and, in a sweep, the combined table; the folder is locked.
         arguments: what Hydra is to read for a command line.
     """
 
@@ -85,8 +85,7 @@ def hydra_script(
         def main() -> None:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach the lines below
             register_schemas()
-            launching.started.clear()
-            launching.found.clear()
+            launching.begin(record=record)
             script = hydra.main(
                 version_base="1.3", config_path="pkg://specdec.conf", config_name=config_name
             )(job)
@@ -97,6 +96,9 @@ def hydra_script(
             except JobFailed as failed:
                 if failed.__cause__ is not None and one_line(failed.__cause__) is not None:
                     _leave_no_trace(reported=True)
+                sys.exit(1)
+            except launching.InUse as refused:
+                print(f"error: {refused}", file=sys.stderr)
                 sys.exit(1)
             except KeyboardInterrupt:
                 sys.exit(130)
@@ -111,8 +113,10 @@ def hydra_script(
                 print(f"error: {line}", file=sys.stderr)
                 sys.exit(1)
             finally:
-                for folder in launching.started if record else ():
-                    _print_sweep(folder)
+                launching.release()
+                for folder, before in launching.started.items() if record else ():
+                    if launching.records(folder) != before:  # else none of the jobs came to run
+                        _print_sweep(folder)
 
         return main
 
@@ -134,23 +138,44 @@ def _leave_no_trace(*, reported: bool) -> None:
 def run_job(task: Callable[[DictConfig, Path], Any], cfg: DictConfig) -> Any:
     """Run one job; leave `status.json` in its folder and, on an error, the traceback in its log.
 
-    A sweep's job is skipped when its folder says that the same configuration is done.
+    A sweep's job waits while another process runs it, and is skipped when its folder says that the
+    same configuration is done. A job that is refused before it began leaves such a record alone.
 
     Raises:
         JobFailed: the task raised; what it raised was reported and is the cause.
     """
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    sweep = Path(settings.sweep.dir) if in_sweep() else None
+    if not in_sweep():  # locked since before Hydra wrote there
+        return _run(task, cfg, settings, folder, None)
+    sweep = Path(settings.sweep.dir)
+    job = os.path.relpath(folder, sweep)
+
+    def tell(holder: str) -> None:
+        print(f"job {job} is being run by {holder}: waiting for its end", flush=True)
+
+    with locks.held(folder / LOCK, tell):
+        return _run(task, cfg, settings, folder, sweep)
+
+
+def _run(
+    task: Callable[[DictConfig, Path], Any],
+    cfg: DictConfig,
+    settings: DictConfig,
+    folder: Path,
+    sweep: Path | None,
+) -> Any:
     status = _new_status(settings, folder, sweep)
+    before = None if sweep is None else read_status(folder)
+    keeps = before is not None and before["status"] == "done"
     began = time.perf_counter()
     try:
         check_hydra_overrides(settings)
         check_keys(cfg)
         normalise_(cfg)
         status["config_hash"] = config_hash(plain(cfg))
-        before = None if sweep is None else read_status(folder)
-        if before and before["status"] == "done":
+        if before and keeps:
+            keeps = False
             if before["config_hash"] == status["config_hash"]:
                 print(f"job {status['job']} is done already: skipped")
                 told = ("num", "overrides", "choices")
@@ -175,7 +200,8 @@ def run_job(task: Callable[[DictConfig, Path], Any], cfg: DictConfig) -> Any:
     finally:
         skipped = status["seconds"] is not None
         status["seconds"] = status["seconds"] or round(time.perf_counter() - began, 3)
-        _write_status(folder, status)
+        if not keeps:
+            _write_status(folder, status)
         if not skipped:
             gc.collect()  # an engine's caches, before the next job looks at the free memory
             if sweep is not None:
@@ -192,28 +218,10 @@ def _new_status(settings: DictConfig, folder: Path, sweep: Path | None) -> dict[
         "config_hash": None,
         "value": None,  # what the task returned, for sweepers
         "error": None,
-        "process": _this_process(),
+        "process": locks.this_process(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": None,
     }
-
-
-def _this_process() -> str:
-    return f"{socket.gethostname()}/{os.getpid()}"
-
-
-def is_alive(process: str) -> bool:
-    """Whether the process that a status names still runs; True for another machine's."""
-    host, _, number = process.rpartition("/")
-    if host != socket.gethostname():
-        return True
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -259,9 +267,8 @@ def job_info(cfg: DictConfig, folder: Path, job_type: str) -> JobInfo:
 def _print_sweep(folder: Path) -> None:
     from specdec.experiments.sweep import TABLE, print_rows, rebuild
 
-    if any(folder.glob(f"*/{STATUS}")):
-        print_rows(rebuild(folder))
-        print(f"table: {folder / TABLE}")
+    print_rows(rebuild(folder))
+    print(f"table: {folder / TABLE}")
 
 
 def in_sweep() -> bool:

@@ -20,11 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec.checks import config_hash, plain
+from specdec.experiments.locks import Lock, acquire, holder
+from specdec.experiments.locks import release as release_lock
 
 MAX_NAME = 80  # characters of the readable part
 EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
 
 STATUS = "status.json"
+LOCK = ".lock"  # of the process that runs the job in its folder
 LOGGED = "wandb"  # folder of a logger that opens before the task is done checking
 
 
@@ -38,8 +41,34 @@ class Found(NamedTuple):
     had_log: bool  # whether a logger's folder was there
 
 
-started: list[Path] = []  # sweep folders of this process's current script
-found: list[Found] = []  # the folders of this process's current script
+class InUse(BaseException):
+    """Another process writes to the run's folder. Hydra would go on after an `Exception` in a
+    callback, with a warning."""
+
+
+# Of this process's current script:
+started: dict[Path, dict[Path, int]] = {}  # sweep folders, and when their jobs' records had changed
+found: list[Found] = []  # the folders
+recorded: list[bool] = []  # whether it keeps a record in its run's folder
+_held: list[Lock] = []  # of that folder, from before Hydra writes there
+
+
+def begin(*, record: bool) -> None:
+    """A script starts: forget the last one's folders."""
+    started.clear()
+    found.clear()
+    recorded[:] = [record]
+
+
+def release() -> None:
+    """Let another process have the run's folder."""
+    while _held:
+        release_lock(_held.pop())
+
+
+def records(sweep: Path) -> dict[Path, int]:
+    """A sweep's jobs' records, and when each changed; a job that is skipped changes its own too."""
+    return {path: path.stat().st_mtime_ns for path in sweep.rglob(STATUS)}
 
 
 def job_folder(sweep: str, overrides: Sequence[str], fixed: Sequence[str], _root_: Any) -> str:
@@ -112,6 +141,7 @@ def _others(folder: Path, records: Iterable[Path]) -> dict[str, int]:
     if not folder.is_dir():
         return {}
     own = {path.relative_to(folder).parts[0] for path in records if path.is_relative_to(folder)}
+    own.add(LOCK)
     return {p.name: p.lstat().st_mtime_ns for p in folder.iterdir() if p.name not in own}
 
 
@@ -145,9 +175,21 @@ def put_back(before: Found) -> None:
                 path.unlink(missing_ok=True)
             elif path.read_bytes() != content:
                 path.write_bytes(content)
+    release()  # its file lies in the folder
     for path in before.made:
         with contextlib.suppress(OSError):  # not made after all, or another run writes there too
             path.rmdir()
+
+
+def _lock_(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = acquire(folder / LOCK, wait=False)
+    if lock is None:
+        raise InUse(
+            f"hydra.run.dir={folder} is being written by {holder(folder / LOCK)}; "
+            "wait for its end or give another hydra.run.dir"
+        )
+    _held.append(lock)
 
 
 class JobsStart(Callback):
@@ -157,14 +199,18 @@ class JobsStart(Callback):
         before = HydraConfig.instance().cfg
         HydraConfig.instance().set_config(config)  # the folder's name may be made of Hydra's values
         try:
-            found.append(look(Path(config.hydra.run.dir).resolve(), config))
+            folder = Path(config.hydra.run.dir).resolve()
+            found.append(look(folder, config))
+            if any(recorded):
+                _lock_(folder)
         except (OmegaConfBaseException, OSError):
             pass  # Hydra itself says what is wrong with the folder
         finally:
             HydraConfig.instance().cfg = before
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        started.append(Path(config.hydra.sweep.dir))
+        sweep = Path(config.hydra.sweep.dir)
+        started[sweep] = records(sweep)
         found.append(look(Path(config.hydra.sweep.dir).resolve(), config))
         parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         fixed = [o.get_key_element() for o in parsed if not o.is_sweep_override()]

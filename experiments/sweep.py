@@ -6,19 +6,19 @@ Jobs call `rebuild` as they end, so the table is there also when a sweep fails o
 """
 
 import csv
-import fcntl
 import json
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from specdec.errors import DataError
-from specdec.experiments.jobs import STATUS, hydra_script, is_alive, read_status
+from specdec.experiments.jobs import STATUS, hydra_script, read_status
+from specdec.experiments.locks import held, is_alive
 
 TABLE, PLOT = "sweep.csv", "sweep.png"
+LOCK = ".sweep.lock"  # of the table alone: a job's folder has its own
 NUMBERS = (
     "num_draft_tokens",
     "acceptance_length",
@@ -47,7 +47,7 @@ def rebuild(folder: Path) -> list[dict[str, Any]]:
     Returns:
         The rows: job, status, one column an override, acceptance numbers, error.
     """
-    with _locked(folder):
+    with held(folder / LOCK):  # the last to end has seen every job
         rows = read_jobs(folder)
         names = dict.fromkeys(name for row in rows for name in row)
         columns = sorted(names, key=_column_order)
@@ -121,17 +121,14 @@ def _is_override(name: str, row: dict[str, Any]) -> bool:
     return isinstance(row[name], str) and name not in fixed and not name.endswith("sha256")
 
 
-@contextmanager
-def _locked(folder: Path):
-    """One rebuild at a time, also among processes: the last to end has seen every job."""
-    with (folder / ".sweep.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _titles(keys: Sequence[str]) -> list[str]:
+    """The last part of each key; of keys that end alike the whole."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)]
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """The swept values, or where there are none the jobs' folders, beside the main numbers."""
-    from specdec.experiments.runs import short_names
     from specdec.experiments.tables import number, print_table
 
     keys = varied_keys(rows)
@@ -141,7 +138,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         "sweep",
         [
-            *(short_names(groups) if keys else ["job"]),
+            *(_titles(groups) if keys else ["job"]),
             "status",
             *(n.replace("_", " ") for n in shown),
         ],

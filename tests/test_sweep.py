@@ -22,6 +22,7 @@ from specdec.experiments import acceptance, sweep, tables
 from specdec.experiments.launching import job_folder
 
 SCRIPT = Path(specdec.experiments.__file__).with_name("acceptance.py")
+TYPO = "+hydra.job.typo=1"
 RULES = """
 import os, time, weakref
 from pathlib import Path
@@ -119,6 +120,22 @@ def test_a_killed_sweep_goes_on_where_it_was(base, rules, tmp_path, monkeypatch,
     assert len(after) == 5
     assert before.items() <= after.items()
     assert len({row["output_sha256"] for row in table}) == 1
+
+
+def test_a_command_of_which_nothing_ran_prints_no_table(base, tmp_path, monkeypatch, capfd):
+    argv = ["-m", *base, "data.num_prompts=1", f"hydra.sweep.dir={tmp_path}"]
+    assert call(acceptance.main, [*argv, "propose.num_draft_tokens=1"], monkeypatch) == 0
+    assert "table: " in capfd.readouterr().out
+    (job,) = jobs_of(tmp_path)
+    before = [(job / name).read_bytes() for name in ("status.json", "summary.json")]
+    for refused in (["propose.num_draft_tokens=abc,1"], ["propose.num_draft_tokens=1", TYPO]):
+        assert call(acceptance.main, [*argv, *refused], monkeypatch) == 1
+        out, err = capfd.readouterr()
+        assert err.count("\n") == 1
+        assert out.count("\n") == out.count("[HYDRA]")
+        assert [(job / name).read_bytes() for name in ("status.json", "summary.json")] == before
+    assert call(acceptance.main, [*argv, "propose.num_draft_tokens=1"], monkeypatch) == 0
+    assert "table: " in capfd.readouterr().out  # though all of it was skipped
 
 
 def test_a_longer_sweep_runs_only_what_is_new(base, tmp_path, monkeypatch, capfd):
