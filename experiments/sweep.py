@@ -129,7 +129,7 @@ def _titles(keys: Sequence[str]) -> list[str]:
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """The swept values, or where there are none the jobs' folders, beside the main numbers."""
-    from specdec.experiments.tables import number, print_table
+    from specdec.experiments.tables import print_table
 
     keys = varied_keys(rows)
     groups = [key.removesuffix("._target_") for key in keys]
@@ -144,10 +144,19 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         ],
         [
             [*(row.get(k, "") for k in keys or ["job"]), row["status"]]
-            + [number(row.get(n)) for n in shown]
+            + [_figure(row, n) for n in shown]
             for row in rows
         ],
     )
+
+
+def _figure(row: dict[str, Any], name: str) -> str:
+    """A number, with its interval where it has one."""
+    from specdec.experiments.tables import number
+
+    low, high = (row.get(f"{name}_ci95_{end}") for end in ("low", "high"))
+    figure = number(row.get(name), 1 if name == "tokens_per_second" else 3)
+    return figure if low is None or high is None else f"{figure} [{number(low)}, {number(high)}]"
 
 
 @hydra_script("sweep", record=False)

@@ -267,9 +267,19 @@ def test_the_tables_titles_stay_whole(width, monkeypatch, capfd):
     lines = capfd.readouterr().out.splitlines()
     title = " ".join(line for line in lines if line.startswith("┃"))
     assert {"num_draft_tokens", "temperature", "path", "status"} < set(title.split())
-    assert "1234.500" in "".join(lines)
+    assert " 1234.5 " in "".join(lines)
     assert max(map(len, lines)) == width
     assert "".join(lines).count("m") >= 90
+
+
+def test_the_table_has_the_intervals(capfd):
+    length = {"acceptance_length": 2.5}
+    interval = {"acceptance_length_ci95_low": 2.125, "acceptance_length_ci95_high": 2.875}
+    job = {"job": "a", "status": "done", **length}
+    sweep.print_rows([{**job, "k": "1", **interval}, {**job, "k": "2"}])
+    out = capfd.readouterr().out
+    assert " 2.500 [2.125, 2.875] " in out
+    assert " 2.500  " in out
 
 
 def test_many_long_titles_make_a_file_wider_and_a_terminal_fold(monkeypatch, capfd):
