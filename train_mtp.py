@@ -123,11 +123,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     start = Progress()
     if cfg.resume is not None:
         start, before = load_state_(cfg.resume, weights, settings, free=(*FREE, *JUDGED))
-        tell_if_spent(budget, start, cfg.resume)
-        if budget.share(start) >= 1:
-            in_place = folder.resolve() == Path(cfg.resume).resolve()
-            what = "its files are written again" if in_place else f"{folder} gets a copy of the run"
-            print(f"no step is left to take; {what}", flush=True)
+        tell_if_spent(budget, start, cfg.resume, folder)
         bring_records(Path(cfg.resume), folder, ["head", "train.csv", "eval.csv"])
         judged = [key for key in differences(before, settings) if below(key, JUDGED)]
         if judged and start.best is not None:

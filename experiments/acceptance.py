@@ -206,11 +206,11 @@ def log_run(
 
 
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
-    from specdec.experiments.tables import number, print_table
+    from specdec.experiments.tables import interval, number, print_table
 
-    low, high = (number(v) for v in summary["acceptance_length_ci95"])
+    within = interval(*summary["acceptance_length_ci95"])
     rows = [
-        ["acceptance length", f"{number(summary['acceptance_length'])}  [{low}, {high}]"],
+        ["acceptance length", f"{number(summary['acceptance_length'])}  {within}"],
         ["1 + accepted / rounds", number(summary["mean_acceptance_length"])],
         ["acceptance rate", number(summary["acceptance_rate"])],
         ["kept by position", _listed(summary["per_position_joint"])],
@@ -225,8 +225,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         rows.append(["ended in an error", f"{summary['num_errors']}: logits that are not numbers"])
     if summary["speedup"] is not None:
         rows.append(["plain tokens a second", number(summary["baseline_tokens_per_second"], 1)])
-        low, high = (number(v, 2) for v in summary["speedup_ci95"])
-        rows.append(["speedup", f"{number(summary['speedup'], 2)}  [{low}, {high}]"])
+        within = interval(*summary["speedup_ci95"], digits=2)
+        rows.append(["speedup", f"{number(summary['speedup'], 2)}  {within}"])
     verify, propose = (
         summary["config"][stage]["_target_"].rpartition(".")[2] for stage in ("verify", "propose")
     )

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from specdec.checks import plain
 from specdec.errors import ConfigError, DataError
 from specdec.experiments.jobs import hydra_script
-from specdec.experiments.naming import Naming, name_runs, short_names
+from specdec.experiments.naming import Naming, brief_names, name_runs
 
 CSV_COLUMNS = (
     *("a", "b", "difference", "ci95_low", "ci95_high", "p_holm", "p", "pairing", "reason"),
@@ -53,13 +53,16 @@ class RunRow(NamedTuple):
     """A run's pooled numbers."""
 
     run: Any  # called by its label
-    label: str
     folder: str  # its own name
     length: float | None
     low: float | None
     high: float | None
     rate: float | None
     joint: list[float | None]  # share of the drafts at each position that were kept
+
+    @property
+    def label(self) -> str:
+        return self.run.name
 
 
 class Table(NamedTuple):
@@ -142,7 +145,6 @@ def pooled(run: Any, folder: str) -> RunRow:
     low, high = reported or metrics.bootstrap_interval(sums.committed, sums.rounds)
     return RunRow(
         run,
-        run.name,
         folder,
         metrics.ratio(sums.committed.sum(), sums.rounds.sum()),
         low,
@@ -185,7 +187,7 @@ def runs_table(rows: Sequence[RunRow], naming: Naming) -> Table:
     from specdec.experiments.tables import number
 
     told = naming.unnamed
-    columns = ["run", *short_names(told), "acceptance length", "95% interval", "acceptance rate"]
+    columns = ["run", *brief_names(told), "acceptance length", "95% interval", "acceptance rate"]
     columns += ["tokens/s", "speedup", "bytes/round", "prompts"]
     body = []
     for index, row in enumerate(rows):
@@ -220,9 +222,9 @@ def pairs_table(pairs: Sequence[Any]) -> Table:
 
 
 def _interval(low: float | None, high: float | None) -> str:
-    from specdec.experiments.tables import number
+    from specdec.experiments.tables import interval
 
-    return "-" if low is None else f"[{number(low)}, {number(high)}]"
+    return "-" if low is None else interval(low, high)
 
 
 def html_page(

@@ -2,7 +2,7 @@
 settings that tell them apart."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +63,7 @@ def short_lines(
 
 def told_by(keys: Sequence[str], values: dict[str, list[str]], index: int) -> str:
     """The settings of one run as one line."""
-    pairs = zip(short_names(keys), keys, strict=True)
+    pairs = zip(brief_names(keys), keys, strict=True)
     return ", ".join(f"{name}={values[key][index]}" for name, key in pairs if values[key][index])
 
 
@@ -126,7 +126,7 @@ def varied(runs: Sequence["Run"]) -> list[str]:
 
 
 def _choice(runs: Sequence["Run"], group: str) -> list[str | None]:
-    return [(run.summary.get("choices") or {}).get(group) for run in runs]
+    return [run.choices.get(group) for run in runs]
 
 
 def _differ(values: Sequence[str | None]) -> bool:
@@ -152,16 +152,26 @@ def _decided(
     return False
 
 
-def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or as many as tell it from the others; of paths two."""
+def brief_names(keys: Sequence[str]) -> list[str]:
+    """Short names, of paths with their group, and the field's letters for what has one."""
+    names = short_names(keys, {key: 2 for key in keys if key.endswith(".path")})
+    return [BRIEF.get(key, name) for key, name in zip(keys, names, strict=True)]
+
+
+def short_names(keys: Sequence[str], least: Mapping[str, int] | None = None) -> list[str]:
+    """The last part of each key, or as many as tell it from the others.
+
+    Args:
+        least: parts of a key that there are to be, 1 where it is not named.
+    """
     names = []
     for key in keys:
         parts = key.split(".")
-        least = min(len(parts), 2 if parts[-1] == "path" else 1)
-        ends = [".".join(parts[-n:]) for n in range(least, len(parts) + 1)]
+        first = (least or {}).get(key, 1)
+        ends = [".".join(parts[-n:]) for n in range(first, len(parts) + 1)]
         others = [f".{other}" for other in keys if other != key]
         free = (end for end in ends if not any(other.endswith(f".{end}") for other in others))
-        names.append(BRIEF.get(key) or next(free, key))
+        names.append(next(free, key))
     return names
 
 
@@ -174,16 +184,19 @@ def shown(runs: Sequence["Run"], key: str) -> list[str]:
         if target is not None:
             values.append(str(target).rpartition(".")[2])
         else:
-            value = run.flat.get(key, (run.summary.get("choices") or {}).get(key, ""))
-            values.append(value if value == "" else spelled(value))
-    if key.endswith("path"):
-        paths = sorted({value for value in values if "/" in value})
-        ends = dict(zip(paths, short_paths([Path(path) for path in paths]), strict=True))
-        for path, end in ends.items():
-            if end in PARTS_OF_A_RUN:
-                ends[path] = "/".join(Path(path).parts[-2:])
-        values = [ends.get(value, value) for value in values]
-    return values
+            known = key in run.flat or key in run.choices
+            values.append(spelled(run.setting(key)) if known else "")
+    return path_ends(values) if key.endswith("path") else values
+
+
+def path_ends(values: Sequence[str]) -> list[str]:
+    """Values of a setting, the paths among them by the ends that tell them apart."""
+    paths = sorted({value for value in values if "/" in value})
+    ends = dict(zip(paths, short_paths([Path(path) for path in paths]), strict=True))
+    for path, end in ends.items():
+        if end in PARTS_OF_A_RUN:
+            ends[path] = "/".join(Path(path).parts[-2:])
+    return [ends.get(value, value) for value in values]
 
 
 def spelled(value: object) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from specdec.metrics import Output, by_prompt, count_rounds
 
 MAX_LEGEND = 20  # entries that leave room for the lines
 MAX_TICKS = 12
-MAX_VALUE, MAX_TEXT = 30, 80  # characters of a value, and of a line of a legend
+MAX_TEXT = 80  # characters of a line of a legend
 
 
 def _figure(width: float, height: float):
@@ -74,20 +74,20 @@ def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) 
     done = [row for row in rows if row.get("acceptance_length") is not None]
     x_key = next((k for k in keys if all(_is_number(row.get(k)) for row in done)), None)
     others = [key for key in keys if key != x_key]
-    labels = [_swept(row, others) for row in done]
+    labels = _swept(done, others)
     if x_key is None:
         figure = _figure(7, 1.6 + 0.35 * len(done))
         axes = figure.subplots()
         y = [row["acceptance_length"] for row in done]
         axes.errorbar(y, list(range(len(done))), xerr=_gaps(done), fmt="o", capsize=3)
         named = [label or str(row["job"]) for label, row in zip(labels, done, strict=True)]
-        axes.set_yticks(list(range(len(done))), named)
-        axes.set(xlabel="acceptance length", ylim=(len(done) - 0.5, -0.5))
+        axes.set_yticks(list(range(len(done))), list(map(_clipped, named)))
+        axes.set(xlabel="acceptance length", ylim=(max(len(done), 1) - 0.5, -0.5))
         return _save(figure, path)
     series: dict[str, list[dict[str, Any]]] = {}
     for label, row in zip(labels, done, strict=True):
         series.setdefault(label, []).append(row)
-    figure = _figure(7, 4.2 + (0.2 * len(series) if len(series) <= MAX_LEGEND else 0))
+    figure = _figure(7, 4.2 + _room(series))
     axes = figure.subplots()
     ticks = sorted({float(row[x_key]) for row in done})
     nearest = min((b - a for a, b in pairwise(ticks)), default=1.0)
@@ -95,7 +95,8 @@ def plot_sweep(rows: Sequence[dict[str, Any]], keys: Sequence[str], path: Path) 
         members.sort(key=lambda row: float(row[x_key]))
         x = [float(row[x_key]) + nearest * _aside(index, len(series)) for row in members]
         y = [row["acceptance_length"] for row in members]
-        axes.errorbar(x, y, yerr=_gaps(members), capsize=3, label=label or None, **_style(index))
+        label = _clipped(label) or None
+        axes.errorbar(x, y, yerr=_gaps(members), capsize=3, label=label, **_style(index))
     axes.set(xlabel=x_key, ylabel="acceptance length")
     if len(ticks) <= MAX_TICKS:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -108,17 +109,16 @@ def _aside(index: int, count: int) -> float:
     return (index - (count - 1) / 2) * min(0.02, 0.4 / count)
 
 
-def _swept(row: dict[str, Any], keys: Sequence[str]) -> str:
+def _swept(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
+    """What tells each row's settings from the others'."""
     from specdec.experiments.launching import readable
+    from specdec.experiments.naming import path_ends
 
-    told = [readable(key, str(row.get(key, ""))) for key in keys]
-    return _text(", ".join(f"{name}={_end(value)}" for name, value in told))
-
-
-def _end(value: str) -> str:
-    """The last parts of what looks like a path."""
-    parts = value.split("/")
-    return value if len(value) <= MAX_VALUE or len(parts) < 3 else "/".join(["...", *parts[-2:]])
+    columns = []
+    for key in keys:
+        values = path_ends([str(row.get(key, "")) for row in rows])
+        columns.append(["=".join(readable(key, value)) for value in values])
+    return [", ".join(column[index] for column in columns) for index in range(len(rows))]
 
 
 def _gaps(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
@@ -147,6 +147,11 @@ def _legend(axes: Any, labels: Sequence[str]) -> None:
         )
 
 
+def _room(entries: Collection[Any]) -> float:
+    """Inches that a legend takes."""
+    return 0.2 * len(entries) if len(entries) <= MAX_LEGEND else 0.0
+
+
 def _is_number(text: Any) -> bool:
     try:
         float(text)
@@ -165,9 +170,7 @@ def plot_demo(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     lengths, speedups = figure.subplots(1, 2, sharey=True)
     labels = [f"{row['drafts']}, temperature {row['temperature']}" for row in rows]
     y = [row["acceptance_length"] or 0.0 for row in rows]
-    low = [_gap(v, row["acceptance_length_ci95_low"]) for v, row in zip(y, rows, strict=True)]
-    high = [_gap(row["acceptance_length_ci95_high"], v) for v, row in zip(y, rows, strict=True)]
-    lengths.barh(labels, y, xerr=[low, high], capsize=3)
+    lengths.barh(labels, y, xerr=_gaps(rows), capsize=3)
     lengths.invert_yaxis()
     lengths.set(xlabel="acceptance length")
     speedups.barh(labels, [row["speedup"] for row in rows], color="tab:orange")
@@ -198,8 +201,7 @@ def plot_compare(rows: Sequence[Any], naming: Any, path: Path) -> None:
         else:
             labels.setdefault(settings, lines[index] if others else "")
         series.setdefault(settings, []).append(row)
-    entries = max((n for n in (len(rows), len(series)) if n <= MAX_LEGEND), default=0)
-    figure = _figure(12, 4.4 + 0.2 * entries)
+    figure = _figure(12, 4.4 + max(_room(rows), _room(series)))
     by_position, by_k = figure.subplots(1, 2)
     for index, row in enumerate(rows):
         positions = [j for j, share in enumerate(row.joint, 1) if share is not None]

@@ -100,7 +100,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float | None:
     start = Progress()
     if cfg.resume is not None:
         start, _ = load_state_(cfg.resume, weights, settings, free=FREE)
-        tell_if_spent(budget, start, cfg.resume)
+        tell_if_spent(budget, start, cfg.resume, folder)
         bring_records(Path(cfg.resume), folder, ["train.csv", "eval.csv"])
     train_csv = CsvLog(folder / "train.csv", keep_until=start.step)
     eval_csv = CsvLog(folder / "eval.csv", keep_until=start.evaluated_step or 0)

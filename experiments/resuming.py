@@ -47,14 +47,22 @@ def with_overrides_of_run(arguments: Sequence[str]) -> list[str]:
     return [*line[:first], *kept, *line[first:]]
 
 
-def tell_if_spent(budget: Budget, start: Progress, run: str) -> None:
-    """A line for the user where the run that is resumed has nothing left to do."""
-    if budget.share(start) >= 1:
-        print(
-            f"resume={run}: the budget was spent after {start.step} steps, {start.tokens} tokens; "
-            "raise budget.max_tokens, max_steps, max_seconds or epochs to go on",
-            flush=True,
-        )
+def tell_if_spent(budget: Budget, start: Progress, run: str, folder: Path) -> None:
+    """Lines for the user where the run that is resumed has nothing left to do.
+
+    Args:
+        folder: of the new session.
+    """
+    if budget.share(start) < 1:
+        return
+    in_place = folder.resolve() == Path(run).resolve()
+    what = "its files are written again" if in_place else f"{folder} gets a copy of the run"
+    print(
+        f"resume={run}: the budget was spent after {start.step} steps, {start.tokens} tokens; "
+        "raise budget.max_tokens, max_steps, max_seconds or epochs to go on\n"
+        f"no step is left to take; {what}",
+        flush=True,
+    )
 
 
 def _read(record: Path) -> list[str]:

@@ -43,9 +43,14 @@ class Run:
         """The configuration by dotted keys."""
         return flatten(self.config)
 
+    @cached_property
+    def choices(self) -> Mapping[str, str]:
+        """The names that were chosen for groups; none in old runs."""
+        return self.summary.get("choices") or {}
+
     def setting(self, key: str) -> Any:
         """A value of the configuration, or the name that was chosen for a group."""
-        return self.flat.get(key, (self.summary.get("choices") or {}).get(key))
+        return self.flat.get(key, self.choices.get(key))
 
 
 class Found(NamedTuple):
@@ -193,7 +198,7 @@ def select(runs: Sequence[Run], wanted: Mapping[str, Any]) -> list[Run]:
     chosen = list(runs)
     for key, values in flatten(wanted).items():
         known = {name for run in runs for name in run.flat}
-        known |= {name for run in runs for name in run.summary.get("choices") or {}}
+        known |= {name for run in runs for name in run.choices}
         if key not in known:
             raise DataError(f"filter: no run has the key {key}{did_you_mean(key, known)}")
         allowed = {spelled(v) for v in (values if isinstance(values, list) else [values])}

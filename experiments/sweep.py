@@ -121,14 +121,9 @@ def _is_override(name: str, row: dict[str, Any]) -> bool:
     return isinstance(row[name], str) and name not in fixed and not name.endswith("sha256")
 
 
-def _titles(keys: Sequence[str]) -> list[str]:
-    """The last part of each key; of keys that end alike the whole."""
-    ends = [key.rpartition(".")[2] for key in keys]
-    return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)]
-
-
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """The swept values, or where there are none the jobs' folders, beside the main numbers."""
+    from specdec.experiments.naming import short_names
     from specdec.experiments.tables import print_table
 
     keys = varied_keys(rows)
@@ -138,7 +133,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         "sweep",
         [
-            *(_titles(groups) if keys else ["job"]),
+            *(short_names(groups) if keys else ["job"]),
             "status",
             *(n.replace("_", " ") for n in shown),
         ],
@@ -152,11 +147,11 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 def _figure(row: dict[str, Any], name: str) -> str:
     """A number, with its interval where it has one."""
-    from specdec.experiments.tables import number
+    from specdec.experiments.tables import interval, number
 
     low, high = (row.get(f"{name}_ci95_{end}") for end in ("low", "high"))
     figure = number(row.get(name), 1 if name == "tokens_per_second" else 3)
-    return figure if low is None or high is None else f"{figure} [{number(low)}, {number(high)}]"
+    return figure if low is None or high is None else f"{figure} {interval(low, high)}"
 
 
 @hydra_script("sweep", record=False)

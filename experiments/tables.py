@@ -21,6 +21,10 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
+def interval(low: Any, high: Any, digits: int = 3) -> str:
+    return f"[{number(low, digits)}, {number(high, digits)}]"
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print to stdout, wide enough for a file or a pipe too; nameless columns get no header."""
     cells = [[str(cell) for cell in row] for row in rows]

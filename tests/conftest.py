@@ -1,6 +1,7 @@
 """What every test process needs before torch or Triton is used, and shared fixtures."""
 
 import importlib.metadata
+import importlib.util
 import os
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def _wandb_files_in_tmp(tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("wandb")
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         os.environ[name] = str(root)
+
+
+@pytest.fixture(scope="module")
+def train_mtp():
+    """The script at the root, as a module."""
+    from specdec.config import register_schemas
+
+    path = Path(__file__).parents[1] / "train_mtp.py"
+    spec = importlib.util.spec_from_file_location("train_mtp", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    register_schemas()
+    return module
 
 
 def _smollm2_gguf() -> Path | None:

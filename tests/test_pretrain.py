@@ -1,7 +1,6 @@
 """Small pairs in miniature: losses, balanced experts, and every stage of experiments/pairs.py."""
 
 import csv
-import importlib.util
 import json
 import math
 import re
@@ -40,14 +39,6 @@ from specdec.training.pretraining import (
 
 ROOT = Path(__file__).parents[1]
 CPU = ["device=cpu", "dtype=float32"]
-
-
-@pytest.fixture(scope="module")
-def train_mtp():
-    spec = importlib.util.spec_from_file_location("train_mtp", ROOT / "train_mtp.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

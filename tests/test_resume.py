@@ -1,6 +1,5 @@
 """A run goes on by `resume=RUN` alone, and never under settings that its state does not go with."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -18,16 +17,6 @@ from specdec.experiments.training import CsvLog
 from specdec.training import loop
 from specdec.training.checkpoint import check_state
 from specdec.training.data import response, write_dataset
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def train_mtp():
-    spec = importlib.util.spec_from_file_location("train_mtp", ROOT / "train_mtp.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_texts(path, seed=0):

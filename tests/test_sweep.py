@@ -18,7 +18,7 @@ import specdec.experiments
 from specdec import build
 from specdec.checks import one_line
 from specdec.config import register_schemas
-from specdec.experiments import acceptance, sweep, tables
+from specdec.experiments import acceptance, plots, sweep, tables
 from specdec.experiments.launching import job_folder
 
 SCRIPT = Path(specdec.experiments.__file__).with_name("acceptance.py")
@@ -270,6 +270,17 @@ def test_the_tables_titles_stay_whole(width, monkeypatch, capfd):
     assert " 1234.5 " in "".join(lines)
     assert max(map(len, lines)) == width
     assert "".join(lines).count("m") >= 90
+
+
+def test_settings_in_a_plot_stay_apart():
+    """Paths by the ends that tell them apart, however alike the rest is."""
+    paths = [f"outputs/2026-01-31/{run}-of-a-long-name/head/last" for run in ("a", "b")]
+    rows = [{"draft.path": path, "verify._target_": "x.y.greedy"} for path in (*paths, "one")]
+    first, second, third = plots._swept(rows, ["draft.path", "verify._target_"])
+    assert first == "path=a-of-a-long-name/head/last, verify=greedy"
+    assert second == "path=b-of-a-long-name/head/last, verify=greedy"
+    assert third == "path=one, verify=greedy"
+    assert plots._swept(rows, []) == [""] * 3
 
 
 def test_the_table_has_the_intervals(capfd):

@@ -1,35 +1,20 @@
 """What a training run says and leaves on its way: early, after a kill, with nothing left to do."""
 
-import importlib.util
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from scripts import call, rows_of, status_of
 from tiny_chat import write_chat_model
+from token_data import random_samples
 
 from specdec.training import checkpoint
-from specdec.training.data import response, write_dataset
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def train_mtp():
-    spec = importlib.util.spec_from_file_location("train_mtp", ROOT / "train_mtp.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from specdec.training.data import write_dataset
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Overrides of a run of eight steps that reports every ten."""
     folder = tmp_path_factory.mktemp("inputs")
-    ids = np.random.default_rng(0).integers(3, 101, (16, 12)).tolist()
-    texts = [response(text[:3], text[3:], 0.0) for text in ids]
-    write_dataset(folder / "data", texts, vocab_size=101, meta={})
+    write_dataset(folder / "data", random_samples([12] * 16), vocab_size=101, meta={})
     return [
         f"target.path={write_chat_model(folder / 'model')}",
         f"train_data.paths=[{folder / 'data'}]",

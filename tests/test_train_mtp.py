@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from tiny_chat import write_chat_model
 
 from specdec import build
-from specdec.config import register_schemas
 from specdec.errors import ConfigError
 from specdec.experiments.heads import target_output, trained_head
 from specdec.models import layers
@@ -27,15 +25,6 @@ from specdec.schedule import Request
 from specdec.training.data import Sample, response, write_dataset
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def train_mtp():
-    spec = importlib.util.spec_from_file_location("train_mtp", ROOT / "train_mtp.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    register_schemas()
-    return module
 
 
 @pytest.fixture(scope="module")
